@@ -1,0 +1,141 @@
+"""Start vllm-hotfix in an interpreter: the .pth line, the .start file, the sitecustomize and the vLLM plugin call this.
+
+Standard library only, and the environment comes first: with no gate set, nothing else is imported and
+nothing is hooked. It stands beside the package because importing a submodule would run the package's
+own ``__init__``.
+"""
+
+import os
+import sys
+from _thread import get_ident
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+#: Upstream's own names for two of the gates; every other gate begins with ``VLLM_HOTFIX_``.
+ALIASES = ("VLLM_LAYERWISE_RELOAD_MEASURED_TOTALS", "VLLM_RELOAD_KEEP_MOE_KERNEL")
+
+
+def asked() -> bool:
+    """Say whether any variable of this package is set; one that says off is to be made known to vLLM all the same."""
+    return any(name.startswith("VLLM_HOTFIX_") or name in ALIASES for name in os.environ)
+
+
+class Finder:
+    """A meta path finder that calls back when a module is executed; looking it up calls nobody.
+
+    ``before[name]`` is called with the module just before its code runs, ``after[name]`` just after.
+    Callbacks stay registered, so a module that is executed again (a failed import, a reload) is seen again.
+    """
+
+    def __init__(self) -> None:
+        self.before: dict[str, Callable[[Any], None]] = {}
+        self.after: dict[str, Callable[[Any], None]] = {}
+        self._looking: set[tuple[int, str]] = set()
+
+    def install(self) -> None:
+        """Put this finder first on ``sys.meta_path``, once."""
+        if self not in sys.meta_path:
+            sys.meta_path.insert(0, self)
+
+    def find_spec(self, name: str, path: "Any" = None, target: "Any" = None) -> "Any":
+        """Find the module as the other finders do, with a loader that calls back."""
+        if name not in self.after and name not in self.before:
+            return None
+        # Another such finder (wrapt's, say) asks the whole meta path again: be invisible then.
+        key = (get_ident(), name)
+        if key in self._looking:
+            return None
+        self._looking.add(key)
+        try:
+            for finder in list(sys.meta_path):
+                find_spec = None if finder is self else getattr(finder, "find_spec", None)
+                spec = find_spec(name, path, target) if find_spec else None
+                if spec is not None:
+                    if hasattr(spec.loader, "exec_module"):
+                        spec.loader = Loader(spec.loader, self)
+                    return spec
+        finally:
+            self._looking.discard(key)
+        return None
+
+
+class Loader:
+    """The real loader with callbacks around ``exec_module``; it takes itself out of the module it loads."""
+
+    def __init__(self, loader: "Any", finder: Finder) -> None:
+        self.loader = loader
+        self.finder = finder
+
+    def __getattr__(self, name: str) -> "Any":
+        if name == "loader":  # not there yet, as in a copy being made
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    def exec_module(self, module: "Any") -> None:
+        """Execute the module with its own loader in place again."""
+        for owner, attribute in ((module.__spec__, "loader"), (module, "__loader__")):
+            if getattr(owner, attribute, None) is self:
+                setattr(owner, attribute, self.loader)
+        call(self.finder.before.get(module.__name__), module)
+        self.loader.exec_module(module)
+        call(self.finder.after.get(module.__name__), module)
+
+
+def call(callback: "Callable[[Any], None] | None", module: "Any") -> None:
+    """Call back; an error is a warning, because raising here would fail the host's import."""
+    try:
+        if callback is not None:
+            callback(module)
+    except Exception as error:
+        warn(f"while {module.__name__} was imported: {type(error).__name__}: {error}")
+
+
+def warn(message: str) -> None:
+    """Print one line on stderr: the last resort where nothing of the package is imported yet."""
+    try:
+        print(f"vllm-hotfix: {message}", file=sys.stderr)
+    except Exception:
+        pass  # no stderr: a daemon, pythonw
+
+
+FINDER = Finder()
+
+
+def start() -> None:
+    """Wait for vLLM if the environment asks for a patch. Never raises an Exception."""
+    try:
+        if asked():
+            if "vllm" in sys.modules:
+                import vllm_hotfix  # noqa: F401  importing it activates
+            else:
+                wait_for_vllm()
+    except Exception as error:
+        warn(f"not active in this process: {type(error).__name__}: {error}")
+
+
+def wait_for_vllm() -> None:
+    """Activate when ``vllm`` is executed, before any module of it is."""
+    FINDER.before["vllm"] = _activate
+    FINDER.install()
+
+
+def _activate(module: "Any") -> None:
+    import vllm_hotfix
+
+    vllm_hotfix.activate()
+
+
+def plugin() -> None:
+    """Entry point of the group ``vllm.general_plugins``, called by vLLM in each of its processes.
+
+    Raises:
+        vllm_hotfix.HotfixError: under ``VLLM_HOTFIX_STRICT=1``, when a patch that was asked for cannot be active.
+    """
+    if asked():
+        import vllm_hotfix
+
+        vllm_hotfix.activate()
+        vllm_hotfix.check_strict()

@@ -1,0 +1,354 @@
+"""Wrapping at the right moment, names bound elsewhere, undoing."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import os
+import sys
+import threading
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+import wrapt
+
+from _vllm_hotfix import FINDER, call
+
+from ._judge import Verdict, judge, parse_version
+from ._patch import (
+    ACTIVE,
+    DRIFTED,
+    FAILED,
+    FAULTS,
+    OFF,
+    READY,
+    STRICT,
+    Gate,
+    HotfixError,
+    Patch,
+    Problem,
+    Target,
+    own_variables,
+    read_flag,
+)
+from ._record import RECORD, Entry, logger
+from ._upstream import Lock, LockError, Source, Sources
+
+#: One activation, wrap or undo at a time. Reentrant: an import made while it is held may call back.
+LOCK = threading.RLock()
+
+_ENVS = "vllm.envs"
+#: What every engine start passes through, whatever ``VLLM_PLUGINS`` leaves out: in each process, and in each worker.
+_STRICT_SEAMS = {"vllm.plugins": "load_general_plugins", "vllm.v1.worker.gpu_worker": "Worker.load_model"}
+
+Wrapper = Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+class Drift(Exception):
+    """The live object is not the function that its source says it is."""
+
+
+class Wrap:
+    """One function wrapped in place.
+
+    Args:
+        name: ``module:qualified.name``; the module is imported.
+        wrapper: called as ``wrapper(wrapped, instance, args, kwargs)``.
+        source: where its source was found, to see that the live object comes from there; None to not look.
+        keep: modules whose own name for the function stays as it is.
+
+    Raises:
+        Drift: the live object is not the known function.
+    """
+
+    def __init__(self, name: str, wrapper: Wrapper, source: Source | None, keep: tuple[str, ...] = ()) -> None:
+        self.name = name
+        self.enabled = True
+        module, _, qualname = name.partition(":")
+        *path, self.attribute = qualname.split(".")
+        self.parent: Any = sys.modules[module]
+        for part in path:
+            self.parent = vars(self.parent)[part]
+        if self.attribute not in vars(self.parent):
+            raise Drift(f"{name} is not there")
+        self.original = vars(self.parent)[self.attribute]
+        if source is not None:
+            _check_live(name, self.original, source)
+
+        def run(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return wrapper(wrapped, instance, args, kwargs) if self.enabled else wrapped(*args, **kwargs)
+
+        self.proxy = wrapt.FunctionWrapper(self.original, run)
+        setattr(self.parent, self.attribute, self.proxy)
+        if isinstance(self.parent, ModuleType):
+            _rebind(self.original, self.proxy, keep)
+
+    @property
+    def alive(self) -> bool:
+        """Whether calls reach the wrapper: it stands in its place, or under what others wrapped around it."""
+        found = vars(self.parent).get(self.attribute)
+        while found is not None and found is not self.proxy:
+            found = getattr(found, "__wrapped__", None)
+        return self.enabled and found is self.proxy
+
+    def undo(self) -> None:
+        """Put the original back wherever the wrapper stands; where another library wrapped it, step aside inside."""
+        self.enabled = False
+        if vars(self.parent).get(self.attribute) is self.proxy:
+            setattr(self.parent, self.attribute, self.original)
+        else:
+            logger.info("vllm-hotfix: %s was wrapped again by others; the patch steps aside inside", self.name)
+        if isinstance(self.parent, ModuleType):
+            _rebind(self.proxy, self.original)
+
+
+def _check_live(name: str, live: Any, source: Source) -> None:
+    """See that a live object is the function in the source file, under whatever wrappers others put around it."""
+    if isinstance(live, (staticmethod, classmethod)):
+        live = live.__func__
+    code = getattr(inspect.unwrap(live), "__code__", None)
+    if code is None:
+        raise Drift(f"{name} is not a function but {type(live).__name__}")
+    if os.path.realpath(code.co_filename) == os.path.realpath(source.file):
+        if code.co_firstlineno != source.first:
+            raise Drift(f"{name} runs line {code.co_firstlineno} of its file, its source stands at {source.first}")
+    elif not source.decorated:  # a decorator may well return code from elsewhere
+        raise Drift(f"{name} was replaced at run time by {code.co_name} of {code.co_filename}")
+
+
+def _rebind(old: Any, new: Any, keep: tuple[str, ...] = ()) -> None:
+    """Change what other modules took by ``from ... import``."""
+    for key, module in list(sys.modules.items()):
+        if key in keep or not isinstance(module, ModuleType):
+            continue
+        for name, value in list(vars(module).items()):
+            if value is old:
+                setattr(module, name, new)
+
+
+class _Watched(ModuleSpec):
+    """The spec of a module that is being imported: it calls back when the import system says that it is done."""
+
+    @property
+    def _initializing(self) -> bool:
+        return bool(self.__dict__.get("_initializing"))
+
+    @_initializing.setter
+    def _initializing(self, value: bool) -> None:
+        self.__dict__["_initializing"] = value
+        if not value:
+            ready = self.__dict__.pop("_vllm_hotfix_ready")
+            self.__class__ = ModuleSpec  # type: ignore[assignment]
+            # A failed import has taken its module out again: the finder waits for the next one.
+            module = sys.modules.get(self.name)
+            if module is not None and module.__spec__ is self:
+                call(ready, module)
+
+
+def when_ready(name: str, callback: Callable[[ModuleType], None]) -> None:
+    """Call back with a module as soon as it is fully imported: now, or when its import ends, and at each reload."""
+    FINDER.after[name] = callback
+    FINDER.install()
+    module = sys.modules.get(name)
+    if module is None:
+        return
+    spec = getattr(module, "__spec__", None)
+    if not getattr(spec, "_initializing", False):
+        call(callback, module)
+    elif type(spec) is ModuleSpec:
+        # Another thread, or this one further up, is half way through it.
+        spec.__dict__["_vllm_hotfix_ready"] = callback
+        spec.__class__ = _Watched
+
+
+class Activation:
+    """The patches at work in this process."""
+
+    def __init__(self, catalog: tuple[Patch, ...]) -> None:
+        self.catalog = catalog
+        self.gates: dict[str, Gate] = {}
+        self._seams: dict[str, Wrap] = {}
+        self._announced: dict[str, Any] = {}
+
+    def activate(self, gates: dict[str, Gate], problems: list[Problem]) -> None:
+        """Apply the patches whose gate is on and that were not judged yet. vLLM is imported, or being imported."""
+        with LOCK:
+            self.gates = gates
+            for problem in problems:
+                RECORD.problem(problem)
+            new = [patch for patch in self.catalog if gates[patch.name].on and patch.name not in RECORD.entries]
+            if new:
+                self._apply(new)
+            for module in (_ENVS, *(_STRICT_SEAMS if read_flag(STRICT, os.environ) else ())):
+                when_ready(module, self._on_module)
+            RECORD.save()
+
+    def _apply(self, patches: list[Patch]) -> None:
+        sources = Sources()
+        RECORD.vllm = sources.version
+        lock = load_lock()
+        if sources.package("vllm") is not None and parse_version(sources.version) is None:
+            variables = dict.fromkeys(self.gates[patch.name].variable for patch in patches)
+            reason = f"vLLM's version {sources.version!r} is not understood; its code alone decides"
+            RECORD.problem(Problem(", ".join(variables), reason))
+        for patch in patches:
+            verdict = judge(patch, sources, lock)
+            RECORD.entries[patch.name] = Entry(verdict.state, verdict.reason, verdict)
+            if verdict.state == READY:
+                self._hook(patch, verdict)
+            elif verdict.state in FAULTS:
+                self._say(patch)
+
+    def _hook(self, patch: Patch, verdict: Verdict) -> None:
+        for module in dict.fromkeys(target.name.partition(":")[0] for target in patch.targets):
+            if any(verdict.source(t.name) for t in patch.targets if t.name.startswith(module + ":")):
+                when_ready(module, self._on_module)
+
+    def _on_module(self, module: ModuleType) -> None:
+        """Wrap what the enabled patches want of a module that is now imported (again)."""
+        with LOCK:
+            if module.__name__ == _ENVS:
+                self._announce(module)
+            if module.__name__ in _STRICT_SEAMS and read_flag(STRICT, os.environ):
+                self._seam(f"{module.__name__}:{_STRICT_SEAMS[module.__name__]}", self._check_after)
+            for patch in self.catalog:
+                entry = RECORD.entries.get(patch.name)
+                if entry is not None and entry.state in (READY, ACTIVE):
+                    self._wrap(patch, entry, module.__name__)
+            RECORD.save()
+
+    def _wrap(self, patch: Patch, entry: Entry, module: str) -> None:
+        assert entry.verdict is not None
+        wanted = [target for target in patch.targets if entry.verdict.source(target.name)]
+        mine = [target for target in wanted if target.name.partition(":")[0] == module]
+        if not mine:
+            return
+        try:
+            for target in mine:
+                wrap = entry.wraps.get(target.name)
+                if wrap is None or not wrap.alive:
+                    entry.wraps[target.name] = self._wrap_target(patch, target, entry.verdict)
+            missing = [target.name for target in wanted if target.name not in entry.wraps]
+            dead = [wrap.name for wrap in entry.wraps.values() if not wrap.alive]
+            if dead:
+                raise Drift(f"wrapped, but its place holds something else: {', '.join(dead)}")
+        except Exception as error:
+            # All or nothing: a patch that is half there is not one.
+            for wrap in entry.wraps.values():
+                wrap.undo()
+            entry.wraps.clear()
+            entry.state = DRIFTED if isinstance(error, Drift) else FAILED
+            entry.reason = str(error) if isinstance(error, Drift) else f"{type(error).__name__}: {error}"
+            self._say(patch)
+            return
+        if missing:
+            entry.reason = f"waits for the import of {', '.join(missing)}"
+        elif entry.state != ACTIVE:
+            entry.state, entry.reason = ACTIVE, f"{len(wanted)} functions wrapped"
+            logger.info("vllm-hotfix: %s is active (%s)", patch.name, self.gates[patch.name].reason)
+
+    @staticmethod
+    def _wrap_target(patch: Patch, target: Target, verdict: Verdict) -> Wrap:
+        implementation = importlib.import_module(f"vllm_hotfix.patches.{patch.name}")
+        return Wrap(target.name, getattr(implementation, target.wrapper), verdict.source(target.name), target.keep)
+
+    def _say(self, patch: Patch) -> None:
+        entry = RECORD.entries[patch.name]
+        RECORD.warn(
+            f"{patch.name} ({self.gates[patch.name].variable}) is {entry.state}, stock vLLM runs: {entry.reason}"
+        )
+
+    # Seams: what vLLM must know, and where strictness is checked. They add or take out this package's own names,
+    # or look after stock has run, so they go by the shape of what they see, not by a fingerprint.
+
+    def _seam(self, name: str, wrapper: Wrapper) -> None:
+        seam = self._seams.get(name)
+        if seam is None or not seam.alive:
+            self._seams[name] = Wrap(name, wrapper, None)
+
+    def _check_after(self, wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = wrapped(*args, **kwargs)
+        self.check_strict()
+        return result
+
+    def _announce(self, envs: ModuleType) -> None:
+        """Make this package's variables known to vLLM, without a change of its torch.compile cache key."""
+        known = getattr(envs, "environment_variables", None)
+        if isinstance(known, dict):
+            for name in own_variables(self.catalog, os.environ):
+                if name not in known:
+                    known[name] = self._announced[name] = functools.partial(os.environ.get, name)
+            if hasattr(envs, "compile_factors"):
+                self._seam("vllm.envs:compile_factors", self._drop_own_names)
+
+    def _drop_own_names(self, wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        factors = wrapped(*args, **kwargs)
+        if isinstance(factors, dict):
+            traced = {name for patch in self.catalog if patch.traced for name in (patch.env, *patch.aliases)}
+            for name in self._announced.keys() - traced:
+                factors.pop(name, None)
+        return factors
+
+    def check_strict(self) -> None:
+        """Raise under ``VLLM_HOTFIX_STRICT`` if a patch that was asked for cannot be active.
+
+        Raises:
+            HotfixError: with the name, the variable and the reason of each.
+        """
+        if not read_flag(STRICT, os.environ):
+            return
+        faults = [
+            f"{name} ({self.gates[name].variable}) is {entry.state}: {entry.reason}"
+            for name, entry in RECORD.entries.items()
+            if entry.state in FAULTS
+        ]
+        faults += [str(problem) for problem in RECORD.problems.values()]
+        if faults:
+            raise HotfixError(f"vllm-hotfix: {STRICT} is set and " + "; ".join(faults))
+
+    def deactivate(self) -> None:
+        """Undo everything, last wrapped first."""
+        with LOCK:
+            for patch in reversed(self.catalog):
+                entry = RECORD.entries.pop(patch.name, None)
+                if entry is None:
+                    continue
+                implementation = sys.modules.get(f"vllm_hotfix.patches.{patch.name}")
+                undo = getattr(implementation, "undo", None)
+                if entry.wraps and undo is not None:
+                    undo()
+                for wrap in reversed(entry.wraps.values()):
+                    wrap.undo()
+            for seam in self._seams.values():
+                seam.undo()
+            self._seams.clear()
+            known = getattr(sys.modules.get("vllm.envs"), "environment_variables", {})
+            for name, getter in self._announced.items():
+                if known.get(name) is getter:
+                    del known[name]
+            self._announced.clear()
+            FINDER.after.clear()
+            RECORD.problems.clear()
+            RECORD.remove()
+
+
+def load_lock() -> Lock | LockError:
+    """The lock, or what is wrong with it."""
+    try:
+        return Lock.load()
+    except LockError as error:
+        return error
+
+
+def state_of(patch: Patch) -> tuple[str, str]:
+    """A patch's state in this process, by its live objects: what was wrapped and is not any more is not active."""
+    entry = RECORD.entries.get(patch.name)
+    if entry is None:
+        return OFF, ""
+    lost = [wrap.name for wrap in entry.wraps.values() if not wrap.alive]
+    if entry.state == ACTIVE and lost:
+        return FAILED, f"no longer wrapped, replaced by others: {', '.join(lost)}"
+    return entry.state, entry.reason

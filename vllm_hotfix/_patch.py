@@ -1,0 +1,216 @@
+"""What a patch is: data that says what it wraps, behind which gate, in which releases."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+OFF: Final = "off"  #: no gate
+READY: Final = "ready"  #: gate on, source known, not every target imported yet
+ACTIVE: Final = "active"  #: the live objects are wrapped
+NOT_NEEDED: Final = "not-needed"  #: this release has the fix
+UNSUPPORTED: Final = "unsupported"  #: a vLLM or streamer outside what is known
+DRIFTED: Final = "drifted"  #: source unknown to the lock
+FAILED: Final = "failed"  #: an exception, in the reason
+STALE_GRAPHS: Final = "stale-graphs"  #: a reload could not refresh what captured graphs read
+STATES: Final = (OFF, READY, ACTIVE, NOT_NEEDED, UNSUPPORTED, DRIFTED, FAILED, STALE_GRAPHS)
+#: A patch in one of these was asked for and is not at work.
+FAULTS: Final = (UNSUPPORTED, DRIFTED, FAILED)
+
+ENABLE: Final = "VLLM_HOTFIX_ENABLE"
+DISABLE: Final = "VLLM_HOTFIX_DISABLE"
+STRICT: Final = "VLLM_HOTFIX_STRICT"
+STATE_DIR: Final = "VLLM_HOTFIX_STATE_DIR"
+
+_ON = ("1", "true", "yes", "on")
+_OFF = ("0", "false", "no", "off")
+
+
+class HotfixError(RuntimeError):
+    """A patch that was asked for is not at work, and ``VLLM_HOTFIX_STRICT`` says that this stops the engine."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A function of vLLM that a patch wraps.
+
+    Attributes:
+        name: ``module:qualified.name``.
+        wrapper: name of the function in the patch's module that wraps it, with wrapt's signature
+            ``(wrapped, instance, args, kwargs)``.
+        keep: modules whose own name for the function stays the stock one.
+    """
+
+    name: str
+    wrapper: str
+    keep: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Patch:
+    """A fix as data.
+
+    Attributes:
+        name: the patch's name, as in ``VLLM_HOTFIX_ENABLE``; its module in ``vllm_hotfix.patches`` is named like it.
+        env: its gate.
+        fault: what is wrong upstream, in one line.
+        upstream: the thread that fixes it there.
+        targets: what it wraps, in the order of wrapping. In a release where one does not exist, and the lock
+            says so, it is left out.
+        relies: functions and classes of vLLM that the wrappers call or look into; they must be known too.
+        aliases: upstream's own names for the gate.
+        values: values of the gate that are accepted besides those for on and off, and mean on.
+        requires: names of patches that this one turns on with it.
+        since: first release with the fault.
+        fixed_in: first release without it, None if there is none.
+        traced: whether a target is traced by torch.compile, so that its gate belongs into vLLM's cache key.
+    """
+
+    name: str
+    env: str
+    fault: str
+    upstream: str
+    targets: tuple[Target, ...]
+    relies: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
+    values: tuple[str, ...] = ()
+    requires: tuple[str, ...] = ()
+    since: str = "0.20.0"
+    fixed_in: str | None = None
+    traced: bool = False
+
+    @property
+    def releases(self) -> str:
+        """The releases with the fault, in words."""
+        return f"{self.since} and later" if self.fixed_in is None else f"{self.since} to before {self.fixed_in}"
+
+    @property
+    def known_names(self) -> tuple[str, ...]:
+        """Everything whose source must be known: the targets, then what they rely on."""
+        return tuple(target.name for target in self.targets) + self.relies
+
+
+@dataclass(frozen=True)
+class Gate:
+    """What the environment says of one patch: on or off, the variable that decided, its value, and why."""
+
+    on: bool
+    variable: str
+    value: str | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something wrong with a setting: one warning, and under ``VLLM_HOTFIX_STRICT`` a reason not to start."""
+
+    variable: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.variable}: {self.reason}"
+
+
+def read_gates(patches: Iterable[Patch], environ: Mapping[str, str]) -> tuple[dict[str, Gate], list[Problem]]:
+    """Read every patch's gate.
+
+    The patch's own variable decides (its alias where it is not set), then ``VLLM_HOTFIX_ENABLE``, then the patches
+    that require it; ``VLLM_HOTFIX_DISABLE`` wins over everything. An empty variable counts as not set.
+
+    Args:
+        patches: the catalog.
+        environ: the environment, ``os.environ`` or a copy.
+
+    Returns:
+        The gate of each patch by its name, and what is wrong with the settings. Nothing is raised.
+    """
+    catalog = {patch.name: patch for patch in patches}
+    problems = _unknown_variables(catalog.values(), environ)
+    enabled = _read_list(ENABLE, catalog, environ, problems)
+    disabled = _read_list(DISABLE, catalog, environ, problems)
+    read_flag(STRICT, environ, problems)
+    gates: dict[str, Gate] = {}
+    for patch in catalog.values():
+        own = _read_own(patch, environ, problems)
+        if patch.name in disabled:
+            gates[patch.name] = Gate(False, DISABLE, environ[DISABLE], f"turned off by {DISABLE}")
+        elif own is not None:
+            gates[patch.name] = own
+        elif patch.name in enabled:
+            gates[patch.name] = Gate(True, ENABLE, environ[ENABLE], f"turned on by {ENABLE}")
+        else:
+            gates[patch.name] = Gate(False, patch.env, None, f"{patch.env} is not set")
+    _follow_requirements(catalog, gates)
+    return gates, problems
+
+
+def read_flag(name: str, environ: Mapping[str, str], problems: list[Problem] | None = None) -> bool:
+    """Read an on/off variable; a value that is neither counts as off and is added to ``problems``."""
+    value = environ.get(name, "").strip().lower()
+    if value and value not in _ON + _OFF and problems is not None:
+        problems.append(
+            Problem(name, f"{environ[name]!r} is neither on (1 true yes on) nor off (0 false no off); taken as off")
+        )
+    return value in _ON
+
+
+def _read_own(patch: Patch, environ: Mapping[str, str], problems: list[Problem]) -> Gate | None:
+    for variable in (patch.env, *patch.aliases):
+        raw = environ.get(variable, "").strip()
+        if not raw:
+            continue
+        value = raw.lower()
+        if value in _ON + patch.values:
+            return Gate(True, variable, raw, f"turned on by {variable}")
+        if value not in _OFF:
+            accepted = " ".join(_ON + patch.values + _OFF)
+            problems.append(Problem(variable, f"{raw!r} is not one of {accepted}; {patch.name} stays off"))
+            return Gate(False, variable, raw, f"{variable} has a value that is not understood")
+        return Gate(False, variable, raw, f"turned off by {variable}")
+    return None
+
+
+def _read_list(
+    variable: str, catalog: Mapping[str, Patch], environ: Mapping[str, str], problems: list[Problem]
+) -> set[str]:
+    names = {name.strip().lower() for name in environ.get(variable, "").split(",")} - {""}
+    if "all" in names:
+        return set(catalog)
+    for name in sorted(names - set(catalog)):
+        problems.append(Problem(variable, f"there is no patch {name!r}; there are: {', '.join(catalog)}"))
+    return names & set(catalog)
+
+
+def _unknown_variables(patches: Iterable[Patch], environ: Mapping[str, str]) -> list[Problem]:
+    known = {ENABLE, DISABLE, STRICT, STATE_DIR} | {patch.env for patch in patches}
+    return [
+        Problem(name, "this variable means nothing to vllm-hotfix; is it misspelt?")
+        for name in environ
+        if name.startswith("VLLM_HOTFIX_") and name not in known
+    ]
+
+
+def _follow_requirements(catalog: Mapping[str, Patch], gates: dict[str, Gate]) -> None:
+    """Turn on what an enabled patch requires; a required patch that is turned off by name takes it along."""
+    changed = True
+    while changed:
+        changed = False
+        for patch in catalog.values():
+            for name in patch.requires if gates[patch.name].on else ():
+                required, gate = gates[name], gates[patch.name]
+                if required.on:
+                    continue
+                changed = True
+                if required.value is None:
+                    gates[name] = Gate(True, gate.variable, gate.value, f"turned on by {patch.name}, which requires it")
+                else:
+                    why = f"requires {name}, which is off: {required.reason}"
+                    gates[patch.name] = Gate(False, required.variable, required.value, why)
+                    break
+
+
+def own_variables(patches: Iterable[Patch], environ: Mapping[str, str]) -> list[str]:
+    """The variables of this package that are set: its own and the patches' aliases."""
+    aliases = {alias for patch in patches for alias in patch.aliases}
+    return [name for name in environ if name.startswith("VLLM_HOTFIX_") or name in aliases]

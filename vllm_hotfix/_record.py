@@ -1,0 +1,217 @@
+"""What happened in this process, and the state file by which other processes can know it.
+
+A process that applied something writes ``NAMESPACE-PID.json`` into a folder of mode 0700 that belongs to the user:
+``vllm-hotfix-UID`` in ``VLLM_HOTFIX_STATE_DIR`` or else in the temporary folder. It is removed at exit; a reader
+drops what killed processes left.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import stat
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ._patch import OFF, STATE_DIR, Problem
+
+if TYPE_CHECKING:
+    from ._hooks import Wrap
+    from ._judge import Verdict
+
+#: A child of vLLM's logger: its lines look like vLLM's once that is configured.
+logger = logging.getLogger("vllm.hotfix")
+_FORMAT = 1
+_LARGEST = 1 << 20  # bytes of a state file that are read at most
+
+
+@dataclass
+class Entry:
+    """One patch in this process."""
+
+    state: str = OFF
+    reason: str = ""
+    verdict: Verdict | None = None
+    wraps: dict[str, Wrap] = field(default_factory=dict)
+
+
+class Record:
+    """This process: the patches' entries, their counters, the settings' problems."""
+
+    def __init__(self) -> None:
+        self.entries: dict[str, Entry] = {}
+        self.counters: dict[str, dict[str, int]] = {}
+        self.problems: dict[str, Problem] = {}
+        self.vllm: str | None = None
+        self._warned: set[str] = set()
+        self._lock = threading.Lock()
+        self._written: tuple[int, Path] | None = None
+
+    def count(self, patch: str, counter: str, number: int = 1) -> None:
+        """Add to a patch's counter."""
+        with self._lock:
+            counters = self.counters.setdefault(patch, {})
+            counters[counter] = counters.get(counter, 0) + number
+
+    def warn(self, message: str) -> None:
+        """Log a warning, once per process."""
+        if message not in self._warned:
+            self._warned.add(message)
+            logger.warning("vllm-hotfix: %s", message)
+
+    def problem(self, problem: Problem) -> None:
+        """Keep what is wrong with a setting and warn of it once."""
+        if str(problem) not in self.problems:
+            self.problems[str(problem)] = problem
+            self.warn(str(problem))
+
+    def save(self) -> None:
+        """Write this process's state file if anything was asked of it; a failure is one warning."""
+        try:
+            if self.entries:
+                self._save()
+        except Exception as error:
+            reason = f"no state file, so status --live will not show this process: {type(error).__name__}: {error}"
+            if os.environ.get(STATE_DIR):
+                self.problem(Problem(STATE_DIR, reason))
+            else:
+                self.warn(reason)
+
+    def _save(self) -> None:
+        state = {
+            "format": _FORMAT,
+            "pid": os.getpid(),
+            "started": _started(os.getpid()),
+            "namespace": _namespace(),
+            "command": " ".join(sys.orig_argv)[:500],
+            "vllm": self.vllm,
+            "time": time.time(),
+            "patches": {name: {"state": one.state, "reason": one.reason} for name, one in self.entries.items()},
+            "counters": self.counters,
+        }
+        folder = own_folder(create=True)
+        path = folder / f"{_namespace()}-{os.getpid()}.json"
+        draft = path.with_suffix(f".{threading.get_ident()}")
+        with suppress(FileNotFoundError):
+            draft.unlink()
+        handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        with open(handle, "w", encoding="utf-8") as file:
+            json.dump(state, file)
+        os.replace(draft, path)
+        if self._written is None or self._written[0] != os.getpid():
+            self._written = os.getpid(), path
+            atexit.register(self.remove)
+
+    def remove(self) -> None:
+        """Remove this process's state file."""
+        if self._written is not None and self._written[0] == os.getpid():
+            with suppress(OSError):
+                self._written[1].unlink()
+            self._written = None
+
+
+RECORD = Record()
+
+
+def own_folder(*, create: bool = False) -> Path:
+    """The folder of the state files, checked: a real folder of this user that nobody else can enter.
+
+    Raises:
+        OSError: it is not there, cannot be made, or is not like that.
+    """
+    folder = Path(os.environ.get(STATE_DIR) or tempfile.gettempdir()) / f"vllm-hotfix-{os.getuid()}"
+    if create:
+        with suppress(FileExistsError):
+            folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700)
+    found = folder.lstat()  # a link is not followed
+    if not stat.S_ISDIR(found.st_mode):
+        raise NotADirectoryError(f"{folder} is not a folder")
+    if found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise PermissionError(f"{folder} must belong to user {os.getuid()} with mode 0700")
+    return folder
+
+
+def live() -> Iterator[dict[str, Any] | str]:
+    """Read the state files: a dict for each running process, a line of text for each file that is skipped.
+
+    Files of processes that are gone are removed.
+
+    Raises:
+        OSError: the folder is there but cannot be used.
+    """
+    try:
+        folder = own_folder()
+    except FileNotFoundError:
+        return
+    for path in sorted(folder.iterdir()):
+        try:
+            found = path.lstat()
+            if path.suffix != ".json" or not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid():
+                yield f"{path}: skipped, not a state file of this user"
+                continue
+            if found.st_size > _LARGEST:
+                yield f"{path}: skipped, larger than a state file can be"
+                continue
+            state = _checked(json.loads(path.read_text("utf-8")))
+        except FileNotFoundError:
+            continue  # removed meanwhile
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            yield f"{path}: skipped, not readable as a state file ({type(error).__name__}: {error})"
+            continue
+        if state["namespace"] != _namespace():
+            yield f"{path}: skipped, of another container (PID namespace)"
+        elif _started(state["pid"]) != state["started"]:
+            with suppress(OSError):
+                path.unlink()
+        else:
+            yield state
+
+
+def _checked(state: Any) -> dict[str, Any]:
+    """The parts of a state file that are shown, with the types that they must have."""
+    if state["format"] != _FORMAT:
+        raise ValueError(f"format {state['format']!r}")
+    return {
+        "pid": int(state["pid"]),
+        "started": state["started"],
+        "namespace": state["namespace"],
+        "command": str(state["command"]),
+        "vllm": None if state["vllm"] is None else str(state["vllm"]),
+        "time": float(state["time"]),
+        "patches": {
+            str(name): {"state": str(one["state"]), "reason": str(one["reason"])}
+            for name, one in state["patches"].items()
+        },
+        "counters": {
+            str(name): {str(counter): int(value) for counter, value in counters.items()}
+            for name, counters in state["counters"].items()
+        },
+    }
+
+
+def _started(pid: int) -> int | None:
+    """When a process started, in clock ticks after boot: with the PID it names one process. None if it is gone."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace")
+        state, *fields = text.rpartition(")")[2].split()
+        return None if state == "Z" else int(fields[18])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _namespace() -> int:
+    """The PID namespace, by its inode; 0 where the system has none."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0

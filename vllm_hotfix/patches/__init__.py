@@ -1,0 +1,1 @@
+"""One module per patch, named like the patch: what is wrong upstream, the patch as data, its wrappers."""

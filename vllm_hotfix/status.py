@@ -1,0 +1,264 @@
+"""``python -m vllm_hotfix.status``: what is active, and why the rest is not.
+
+By default neither vLLM nor torch is imported: the sources are found and fingerprinted, so ``ready`` is the best that
+can be said. ``--import`` imports the targets and looks at the live objects, ``--live`` asks the running processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import json
+import os
+import site
+import sys
+import textwrap
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ._catalog import CATALOG
+from ._judge import Verdict, judge, parse_version
+from ._patch import ACTIVE, FAILED, FAULTS, NOT_NEEDED, OFF, READY, Gate, Patch, Problem, read_gates
+from ._upstream import Lock, LockError, Sources
+
+WIDTH = 100
+
+
+def report(*, imported: bool = False) -> dict[str, Any]:
+    """Collect the status of this interpreter's environment.
+
+    Args:
+        imported: whether the targets are to be imported, so that live objects are looked at.
+
+    Returns:
+        ``vllm`` (``version`` and ``location``, None where there is none), ``channels`` (``name``, ``installed``,
+        ``detail``), ``problems`` (lines of text) and ``patches`` (``name``, ``env``, ``gate``, ``state``, ``reason``,
+        ``upstream``, ``releases``, ``targets``), all of it JSON. A patch's ``targets`` come with ``name``,
+        ``fingerprint``, ``known`` and ``wrapped`` (None while the target is not imported, or where it is a helper
+        that is only relied on).
+    """
+    sources = Sources()
+    gates, problems = read_gates(CATALOG, os.environ)
+    try:
+        lock: Lock | LockError = Lock.load()
+    except LockError as error:
+        lock = error
+        problems.append(Problem("vllm-hotfix", str(error)))
+    folder = sources.package("vllm")
+    if folder is not None and parse_version(sources.version) is None:
+        problems.append(Problem("vLLM", f"its version {sources.version!r} is not understood; its code alone decides"))
+    if imported and folder is not None:
+        problems += _import_targets(gates)
+    return {
+        "vllm": {"version": sources.version, "location": str(folder) if folder else None},
+        "channels": channels(),
+        "problems": [str(problem) for problem in problems],
+        "patches": [_describe(patch, gates[patch.name], judge(patch, sources, lock)) for patch in CATALOG],
+    }
+
+
+def _import_targets(gates: Mapping[str, Gate]) -> list[Problem]:
+    """Import the modules of the enabled patches' targets, as an engine would."""
+    problems = []
+    modules = [target.name.partition(":")[0] for patch in CATALOG if gates[patch.name].on for target in patch.targets]
+    for module in dict.fromkeys(modules):
+        try:
+            # vLLM logs to stdout, where only the status belongs.
+            with contextlib.redirect_stdout(sys.stderr):
+                importlib.import_module(module)
+        except Exception as error:
+            problems.append(Problem(module, f"cannot be imported: {type(error).__name__}: {error}"))
+    return problems
+
+
+def _describe(patch: Patch, gate: Gate, verdict: Verdict) -> dict[str, Any]:
+    state, reason = (verdict.state, verdict.reason) if gate.on else (OFF, gate.reason)
+    hooks = sys.modules.get("vllm_hotfix._hooks")
+    wraps: Mapping[str, Any] = {}
+    if hooks is not None and patch.name in hooks.RECORD.entries:
+        # Applied in this process: what the live objects say counts, whatever the gate says by now.
+        state, reason = hooks.state_of(patch)
+        wraps = hooks.RECORD.entries[patch.name].wraps
+    elif gate.on and state == READY and "vllm" in sys.modules:
+        state, reason = FAILED, "vLLM was imported and the patch was not applied; import vllm_hotfix earlier"
+    targets = {target.name for target in patch.targets}
+    return {
+        "name": patch.name,
+        "env": patch.env,
+        "gate": gate.value,
+        "variable": gate.variable,
+        "state": state,
+        "reason": reason,
+        "fault": patch.fault,
+        "upstream": patch.upstream,
+        "releases": patch.releases,
+        "targets": [
+            {
+                "name": seen.name,
+                "fingerprint": seen.fingerprint,
+                "known": seen.known,
+                "wrapped": _wrapped(seen.name, wraps) if seen.name in targets else None,
+            }
+            for seen in verdict.seen
+        ],
+    }
+
+
+def _wrapped(target: str, wraps: Mapping[str, Any]) -> bool | None:
+    if target.partition(":")[0] not in sys.modules:
+        return None
+    return target in wraps and bool(wraps[target].alive)
+
+
+def channels() -> list[dict[str, Any]]:
+    """The ways by which this environment's interpreters activate the patches, and whether each is there."""
+    from importlib.metadata import PackageNotFoundError, distribution
+
+    folders = [*site.getsitepackages(), *([site.getusersitepackages()] if site.ENABLE_USER_SITE else [])]
+    files = [Path(folder, name) for folder in folders for name in ("vllm_hotfix.pth", "vllm_hotfix.start")]
+    found = {file.name: str(file) for file in reversed(files) if file.is_file()}
+    bootstrap = Path(__file__).with_name("bootstrap")
+    inherited = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    on_path = [path for path in inherited if Path(path).resolve() == bootstrap.resolve()]
+    try:
+        entry_points = distribution("vllm-hotfix").entry_points
+        plugin = any(point.group == "vllm.general_plugins" for point in entry_points)
+    except PackageNotFoundError:
+        plugin = False
+    allowed = os.environ.get("VLLM_PLUGINS")
+    left_out = plugin and allowed is not None and "vllm_hotfix" not in allowed.split(",")
+    return [
+        _channel(".pth", found.get("vllm_hotfix.pth"), "vllm_hotfix.pth is in no site-packages of this interpreter"),
+        _channel(
+            ".start", found.get("vllm_hotfix.start"), "vllm_hotfix.start is in no site-packages of this interpreter"
+        ),
+        _channel("sitecustomize", next(iter(on_path), None), f"PYTHONPATH does not hold {bootstrap}"),
+        _channel(
+            "plugin",
+            "vllm.general_plugins: vllm_hotfix" if plugin and not left_out else None,
+            "left out by VLLM_PLUGINS" if left_out else "vllm-hotfix is not installed as a distribution",
+        ),
+    ]
+
+
+def _channel(name: str, found: str | None, otherwise: str) -> dict[str, Any]:
+    return {"name": name, "installed": found is not None, "detail": found or otherwise}
+
+
+def check(data: Mapping[str, Any], *, imported: bool) -> bool:
+    """Say whether every enabled patch is as it should be: no fault, and with ``--import`` at work or not needed."""
+    for patch in data["patches"]:
+        state = patch["state"]
+        if state in FAULTS or (imported and state not in (OFF, ACTIVE, NOT_NEEDED)):
+            return False
+    return True
+
+
+def table(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The patches as lines of at most 100 columns: a line of facts each, then the reason and the fault."""
+    lines = [f"{'PATCH':<18} {'STATE':<12} {'GATE':<34} {'FAULT IN':<17} UPSTREAM", "-" * WIDTH]
+    for row in rows:
+        gate = f"{row['variable']}={row['gate']}" if row["gate"] is not None else f"{row['env']} unset"
+        upstream = row["upstream"].rpartition("/")[2]
+        facts = f"{row['name']:<18} {row['state']:<12} {gate:<34} {row['releases']:<17}"
+        if len(facts) + len(upstream) + 1 > WIDTH:  # a long list in VLLM_HOTFIX_ENABLE, say
+            lines.append(f"{row['name']:<18} {row['state']:<12} {_clip(gate, 34):<34} {row['releases']:<17} {upstream}")
+        else:
+            lines.append(f"{facts} {upstream}")
+        lines += _wrap("why:   " + (row["reason"] or "-"), "       ")
+        lines += _wrap("fault: " + row["fault"], "       ")
+    return lines
+
+
+def _clip(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 3] + "..."
+
+
+def _wrap(text: str, indent: str = "") -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent="    ", subsequent_indent="    " + indent) or [""]
+
+
+def render(data: Mapping[str, Any]) -> list[str]:
+    """The status as lines of at most 100 columns."""
+    vllm = data["vllm"]
+    if vllm["location"] is None:
+        lines = [f"vLLM      not installed in the environment of {sys.executable}"]
+    else:
+        lines = [f"vLLM      {vllm['version'] or 'of unknown version'} in {vllm['location']}"]
+    for number, channel in enumerate(data["channels"]):
+        title = "channels" if number == 0 else ""
+        sign = "yes" if channel["installed"] else "no "
+        lines.append(f"{title:<9} {channel['name']:<14} {sign}  {channel['detail']}")
+    for problem in data["problems"]:
+        lines += textwrap.wrap(f"problem   {problem}", WIDTH, subsequent_indent=" " * 10)
+    return [*(_clip(line, WIDTH) for line in lines), "", *table(data["patches"])]
+
+
+def live_report() -> dict[str, Any]:
+    """What the running processes of this user say of themselves: ``processes`` and ``skipped`` (lines of text).
+
+    Raises:
+        OSError: the folder of the state files is there but cannot be used.
+    """
+    from ._record import live
+
+    found = list(live())
+    return {
+        "processes": [one for one in found if not isinstance(one, str)],
+        "skipped": [one for one in found if isinstance(one, str)],
+    }
+
+
+def render_live(data: Mapping[str, Any]) -> list[str]:
+    """The running processes as lines of at most 100 columns."""
+    lines: list[str] = []
+    for process in data["processes"]:
+        age = max(0, time.time() - process["time"])
+        lines.append(_clip(f"{process['pid']}  vLLM {process['vllm']}, {age:.0f} s ago: {process['command']}", WIDTH))
+        for name, patch in process["patches"].items():
+            counters = " ".join(f"{key}={value}" for key, value in process["counters"].get(name, {}).items())
+            lines += _wrap(f"{name:<18} {patch['state']:<12} {counters or patch['reason']}", " " * 32)
+    lines += [_clip(one, WIDTH) for one in data["skipped"]]
+    return lines or ["no running process has written a state file"]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line.
+
+    Returns:
+        0, or 1 with ``--check`` if an enabled patch is not as it should be, or if ``--live`` cannot look.
+    """
+    parser = argparse.ArgumentParser(prog="python -m vllm_hotfix.status", description="What vllm-hotfix has active.")
+    parser.add_argument("--import", dest="imported", action="store_true", help="import vLLM and look at live objects")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--check", action="store_true", help="exit 1 if an enabled patch is not as it should be")
+    parser.add_argument("--live", action="store_true", help="the running processes with their patches and counters")
+    options = parser.parse_args(arguments)
+    if options.live:
+        if options.imported or options.check:
+            parser.error("--live goes with neither --import nor --check")
+        try:
+            data = live_report()
+        except OSError as error:
+            print(f"the state files cannot be read: {error}", file=sys.stderr)
+            return 1
+        lines = render_live(data)
+    else:
+        data = report(imported=options.imported)
+        lines = render(data)
+    _print(json.dumps(data, indent=1) if options.json else "\n".join(lines))
+    return 1 if options.check and not check(data, imported=options.imported) else 0
+
+
+def _print(text: str) -> None:
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # status | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
