@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from ._patch import Patch
-from .patches import measured_totals
+from ._patches import measured_totals
 
 CATALOG: tuple[Patch, ...] = (measured_totals.PATCH,)

@@ -252,7 +252,7 @@ class Activation:
 
     @staticmethod
     def _wrap_target(patch: Patch, target: Target, verdict: Verdict) -> Wrap:
-        implementation = importlib.import_module(f"vllm_hotfix.patches.{patch.name}")
+        implementation = importlib.import_module(f"vllm_hotfix._patches.{patch.name}")
         return Wrap(target.name, getattr(implementation, target.wrapper), verdict.source(target.name), target.keep)
 
     def _say(self, patch: Patch) -> None:
@@ -316,7 +316,7 @@ class Activation:
                 entry = RECORD.entries.pop(patch.name, None)
                 if entry is None:
                     continue
-                implementation = sys.modules.get(f"vllm_hotfix.patches.{patch.name}")
+                implementation = sys.modules.get(f"vllm_hotfix._patches.{patch.name}")
                 undo = getattr(implementation, "undo", None)
                 if entry.wraps and undo is not None:
                     undo()

@@ -52,7 +52,7 @@ class Patch:
     """A fix as data.
 
     Attributes:
-        name: the patch's name, as in ``VLLM_HOTFIX_ENABLE``; its module in ``vllm_hotfix.patches`` is named like it.
+        name: the patch's name, as in ``VLLM_HOTFIX_ENABLE``; its module in ``vllm_hotfix._patches`` is named like it.
         env: its gate.
         fault: what is wrong upstream, in one line.
         upstream: the thread that fixes it there.
