@@ -13,8 +13,6 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-import wrapt
-
 from _vllm_hotfix import FINDER, call
 
 from ._judge import Verdict, judge, parse_version
@@ -34,6 +32,7 @@ from ._patch import (
     own_variables,
     read_flag,
 )
+from ._proxy import Proxy
 from ._record import RECORD, Entry, logger
 from ._upstream import Lock, LockError, Source, Sources
 
@@ -81,7 +80,7 @@ class Wrap:
         def run(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return wrapper(wrapped, instance, args, kwargs) if self.enabled else wrapped(*args, **kwargs)
 
-        self.proxy = wrapt.FunctionWrapper(self.original, run)
+        self.proxy = Proxy(self.original, run)
         setattr(self.parent, self.attribute, self.proxy)
         if isinstance(self.parent, ModuleType):
             _rebind(self.original, self.proxy, keep)

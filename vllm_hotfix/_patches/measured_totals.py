@@ -26,9 +26,8 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet, ref
 
-import wrapt
-
 from .._patch import Patch, Target
+from .._proxy import Proxy
 from .._record import RECORD, logger
 
 if TYPE_CHECKING:
@@ -155,7 +154,7 @@ def _counting(loader: Callable[..., Any], owners: list[tuple[Counter[str], str]]
             calls[name] += 1
         return wrapped(*args, **kwargs)
 
-    return wrapt.FunctionWrapper(loader, count)
+    return Proxy(loader, count)
 
 
 # A reload: hold a layer back until what was measured is there.
@@ -242,7 +241,7 @@ def make_online_process_loader(wrapped: Any, instance: Any, args: tuple[Any, ...
         return wrapped(*args, **kwargs)
 
     # The proxy has stock's name and ``__wrapped__``, by which stock finds the original loader.
-    return wrapt.FunctionWrapper(loader, arrive)
+    return Proxy(loader, arrive)
 
 
 def layerwise_process(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
