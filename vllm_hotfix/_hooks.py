@@ -176,6 +176,7 @@ class Activation:
         """Apply the patches whose gate is on and that were not judged yet. vLLM is imported, or being imported."""
         with LOCK:
             self.gates = gates
+            RECORD.undone = False
             for problem in problems:
                 RECORD.problem(problem)
             new = [patch for patch in self.catalog if gates[patch.name].on and patch.name not in RECORD.entries]
@@ -331,6 +332,7 @@ class Activation:
             self._announced.clear()
             FINDER.after.clear()
             RECORD.problems.clear()
+            RECORD.undone = True
             RECORD.remove()
 
 

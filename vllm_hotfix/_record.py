@@ -52,6 +52,7 @@ class Record:
         self.counters: dict[str, dict[str, int]] = {}
         self.problems: dict[str, Problem] = {}
         self.vllm: str | None = None
+        self.undone = False
         self._warned: set[str] = set()
         self._lock = threading.Lock()
         self._written: tuple[int, Path] | None = None

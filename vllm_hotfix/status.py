@@ -82,6 +82,8 @@ def _describe(patch: Patch, gate: Gate, verdict: Verdict) -> dict[str, Any]:
         # Applied in this process: what the live objects say counts, whatever the gate says by now.
         state, reason = hooks.state_of(patch)
         wraps = hooks.RECORD.entries[patch.name].wraps
+    elif hooks is not None and hooks.RECORD.undone:
+        state, reason = OFF, "undone by vllm_hotfix.deactivate()"
     elif gate.on and state == READY and "vllm" in sys.modules:
         state, reason = FAILED, "vLLM was imported and the patch was not applied; import vllm_hotfix earlier"
     targets = {target.name for target in patch.targets}

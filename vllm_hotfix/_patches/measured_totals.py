@@ -251,13 +251,13 @@ def layerwise_process(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs
     reload = _reloads.get(layer)
     if reload is None or reload.processing or not (expected := _expected(layer)):
         return wrapped(*args, **kwargs)
+    arrived = _arrived(info.loaded_weights, expected)
     if layer not in reload.held:
         reload.held.add(layer)
         RECORD.count(PATCH.name, "layers_held")
-    if _arrived(info.loaded_weights, expected):
+        RECORD.count(PATCH.name, "layers_triggered_early", not arrived)
+    if arrived:
         reload.ready = ref(layer)
-    else:
-        RECORD.count(PATCH.name, "early_triggers")
     return None
 
 
