@@ -55,7 +55,7 @@ class Finder:
                 spec = find_spec(name, path, target) if find_spec else None
                 if spec is not None:
                     if hasattr(spec.loader, "exec_module"):
-                        spec.loader = Loader(spec.loader, self)
+                        spec.loader = Loader(spec.loader, self, name)
                     return spec
         finally:
             self._looking.discard(key)
@@ -65,9 +65,10 @@ class Finder:
 class Loader:
     """The real loader with callbacks around ``exec_module``; it takes itself out of the module it loads."""
 
-    def __init__(self, loader: "Any", finder: Finder) -> None:
+    def __init__(self, loader: "Any", finder: Finder, name: str) -> None:
         self.loader = loader
         self.finder = finder
+        self.name = name
 
     def __getattr__(self, name: str) -> "Any":
         if name == "loader":  # not there yet, as in a copy being made
@@ -79,18 +80,31 @@ class Loader:
         for owner, attribute in ((module.__spec__, "loader"), (module, "__loader__")):
             if getattr(owner, attribute, None) is self:
                 setattr(owner, attribute, self.loader)
-        call(self.finder.before.get(module.__name__), module)
+        call(self.finder.before.get(self.name), self.name, module)
         self.loader.exec_module(module)
-        call(self.finder.after.get(module.__name__), module)
+        call(self.finder.after.get(self.name), self.name, module)
 
 
-def call(callback: "Callable[[Any], None] | None", module: "Any") -> None:
+def call(callback: "Callable[[Any], None] | None", name: str, module: "Any") -> None:
     """Call back; an error is a warning, because raising here would fail the host's import."""
     try:
         if callback is not None:
             callback(module)
     except Exception as error:
-        warn(f"while {module.__name__} was imported: {type(error).__name__}: {error}")
+        warn(f"while {name} was imported: {describe(error)}")
+
+
+def describe(error: BaseException) -> str:
+    """An exception in words, whatever its own words do."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return type(error).__name__
+
+
+def strict() -> bool:
+    """Say whether a patch that is asked for and not active is to stop an engine."""
+    return os.environ.get("VLLM_HOTFIX_STRICT", "").strip().lower() in ("1", "true", "yes", "on")
 
 
 def warn(message: str) -> None:
@@ -113,7 +127,7 @@ def start() -> None:
             else:
                 wait_for_vllm()
     except Exception as error:
-        warn(f"not active in this process: {type(error).__name__}: {error}")
+        warn(f"not active in this process: {describe(error)}")
 
 
 def wait_for_vllm() -> None:
@@ -134,8 +148,14 @@ def plugin() -> None:
     Raises:
         vllm_hotfix.HotfixError: under ``VLLM_HOTFIX_STRICT=1``, when a patch that was asked for cannot be active.
     """
-    if asked():
+    if not asked():
+        return
+    try:
         import vllm_hotfix
-
+    except Exception as error:
+        if strict():
+            raise
+        warn(f"not active in this process: {describe(error)}")
+    else:
         vllm_hotfix.activate()
         vllm_hotfix.check_strict()

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 import sys
+from _thread import RLock
 from typing import TYPE_CHECKING, Any
 
 import _vllm_hotfix
 
-from ._patch import STRICT, HotfixError, read_flag, read_gates
+from ._patch import STRICT, HotfixError, read_gates
 
 if TYPE_CHECKING:
     from ._hooks import Activation
@@ -22,6 +23,7 @@ __all__ = ["HotfixError", "activate", "check_strict", "counters", "deactivate", 
 
 _activation: Activation | None = None
 _failure: str | None = None
+_lock = RLock()
 
 
 def activate() -> None:
@@ -40,13 +42,16 @@ def activate() -> None:
         from ._catalog import CATALOG
         from ._hooks import Activation
 
-        if _activation is None:
-            _activation = Activation(CATALOG)
+        with _lock:
+            if _activation is None:
+                _activation = Activation(CATALOG)
         _activation.activate(*read_gates(CATALOG, os.environ))
         _failure = None
     except Exception as error:
-        _failure = f"{type(error).__name__}: {error}"
-        _vllm_hotfix.warn(f"not active in this process: {_failure}")
+        words = _vllm_hotfix.describe(error)
+        if words != _failure:
+            _vllm_hotfix.warn(f"not active in this process: {words}")
+        _failure = words
 
 
 def deactivate() -> None:
@@ -68,7 +73,7 @@ def check_strict() -> None:
         HotfixError: if ``VLLM_HOTFIX_STRICT`` is set and an enabled patch is drifted, unsupported or failed, or a
             setting is wrong; its message has the name, the variable and the reason.
     """
-    if _failure is not None and read_flag(STRICT, os.environ):
+    if _failure is not None and _vllm_hotfix.strict():
         raise HotfixError(f"vllm-hotfix: {STRICT} is set and activation failed: {_failure}")
     if _activation is not None:
         _activation.check_strict()
