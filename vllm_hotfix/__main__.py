@@ -38,10 +38,10 @@ def run(command: list[str]) -> int:
         127 if the command is not found, 126 if it cannot be run, as a shell says it.
     """
     bootstrap = str(Path(__file__).with_name("bootstrap"))
-    inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    os.environ["PYTHONPATH"] = os.pathsep.join(
-        [bootstrap, *(path for path in inherited if path not in ("", bootstrap))]
-    )
+    inherited = os.environ.get("PYTHONPATH")
+    # An empty item is the current folder to Python, and stays.
+    rest = [path for path in inherited.split(os.pathsep) if path != bootstrap] if inherited else []
+    os.environ["PYTHONPATH"] = os.pathsep.join([bootstrap, *rest])
     if not _vllm_hotfix.asked():
         _vllm_hotfix.warn("no VLLM_HOTFIX variable is set, so nothing will be patched")
     sys.stdout.flush()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import inspect
@@ -66,12 +67,8 @@ class Wrap:
     def __init__(self, name: str, wrapper: Wrapper, source: Source | None, keep: tuple[str, ...] = ()) -> None:
         self.name = name
         self.enabled = True
-        module, _, qualname = name.partition(":")
-        *path, self.attribute = qualname.split(".")
-        self.parent: Any = sys.modules[module]
-        for part in path:
-            self.parent = vars(self.parent)[part]
-        if self.attribute not in vars(self.parent):
+        self.parent, self.attribute = _resolve(name)
+        if self.attribute not in getattr(self.parent, "__dict__", ()):
             raise Drift(f"{name} is not there")
         self.original = vars(self.parent)[self.attribute]
         if source is not None:
@@ -88,20 +85,47 @@ class Wrap:
     @property
     def alive(self) -> bool:
         """Whether calls reach the wrapper: it stands in its place, or under what others wrapped around it."""
-        found = vars(self.parent).get(self.attribute)
-        while found is not None and found is not self.proxy:
-            found = getattr(found, "__wrapped__", None)
-        return self.enabled and found is self.proxy
+        # The module may have been executed again, with other classes.
+        parent, _ = _resolve(self.name)
+        return self.enabled and parent is self.parent and _reaches(vars(parent).get(self.attribute), self.proxy)
 
     def undo(self) -> None:
         """Put the original back wherever the wrapper stands; where another library wrapped it, step aside inside."""
         self.enabled = False
         if vars(self.parent).get(self.attribute) is self.proxy:
             setattr(self.parent, self.attribute, self.original)
-        else:
+        elif _reaches(vars(self.parent).get(self.attribute), self.proxy):
             logger.info("vllm-hotfix: %s was wrapped again by others; the patch steps aside inside", self.name)
         if isinstance(self.parent, ModuleType):
             _rebind(self.proxy, self.original)
+
+
+def _resolve(name: str) -> tuple[Any, str]:
+    """The object that holds ``module:qualified.name`` now, None if there is none, and the attribute's name."""
+    module, _, qualname = name.partition(":")
+    *path, attribute = qualname.split(".")
+    parent: Any = sys.modules.get(module)
+    for part in path:
+        parent = getattr(parent, "__dict__", {}).get(part)
+    return parent, attribute
+
+
+def _reaches(found: Any, proxy: Any) -> bool:
+    """Whether a proxy stands under the wrappers of others, by what they hold: ``__wrapped__`` or a closure."""
+    waiting, seen = [found], set[int]()
+    while waiting and len(seen) < 100:
+        one = waiting.pop()
+        # A method that was read from its class is a bound proxy, whose parent is the one that stands there.
+        if one is proxy or getattr(one, "_self_parent", None) is proxy:
+            return True
+        if (not callable(one) and not isinstance(one, (staticmethod, classmethod))) or id(one) in seen:
+            continue
+        seen.add(id(one))
+        waiting += [getattr(one, "__wrapped__", None), getattr(one, "__func__", None)]
+        for cell in getattr(one, "__closure__", None) or ():
+            with contextlib.suppress(ValueError):  # an empty cell
+                waiting.append(cell.cell_contents)
+    return False
 
 
 def _check_live(name: str, live: Any, source: Source) -> None:
@@ -123,9 +147,11 @@ def _rebind(old: Any, new: Any, keep: tuple[str, ...] = ()) -> None:
     for key, module in list(sys.modules.items()):
         if key in keep or not isinstance(module, ModuleType):
             continue
-        for name, value in list(vars(module).items()):
+        # As it is: asking a lazy module for anything would load it, and some refuse to be written to.
+        names = object.__getattribute__(module, "__dict__")
+        for name, value in list(names.items()):
             if value is old:
-                setattr(module, name, new)
+                names[name] = new
 
 
 class _Watched(ModuleSpec):
@@ -137,14 +163,17 @@ class _Watched(ModuleSpec):
 
     @_initializing.setter
     def _initializing(self, value: bool) -> None:
-        self.__dict__["_initializing"] = value
         if not value:
-            ready = self.__dict__.pop("_vllm_hotfix_ready")
-            self.__class__ = ModuleSpec  # type: ignore[assignment]
-            # A failed import has taken its module out again: the finder waits for the next one.
-            module = sys.modules.get(self.name)
-            if module is not None and module.__spec__ is self:
-                call(ready, module)
+            self.finish()  # before anyone may use the module
+        self.__dict__["_initializing"] = value
+
+    def finish(self) -> None:
+        """Call back, once, if the import has not failed; the finder waits for the next one if it has."""
+        ready = self.__dict__.pop("_vllm_hotfix_ready", None)
+        self.__class__ = ModuleSpec  # type: ignore[assignment]
+        module = sys.modules.get(self.name)
+        if ready is not None and getattr(module, "__spec__", None) is self:
+            call(ready, self.name, module)
 
 
 def when_ready(name: str, callback: Callable[[ModuleType], None]) -> None:
@@ -156,11 +185,13 @@ def when_ready(name: str, callback: Callable[[ModuleType], None]) -> None:
         return
     spec = getattr(module, "__spec__", None)
     if not getattr(spec, "_initializing", False):
-        call(callback, module)
+        call(callback, name, module)
     elif type(spec) is ModuleSpec:
         # Another thread, or this one further up, is half way through it.
         spec.__dict__["_vllm_hotfix_ready"] = callback
         spec.__class__ = _Watched
+        if not spec.__dict__.get("_initializing"):  # its end has come meanwhile
+            spec.finish()  # type: ignore[attr-defined]
 
 
 class Activation:
@@ -230,16 +261,16 @@ class Activation:
             for target in mine:
                 wrap = entry.wraps.get(target.name)
                 if wrap is None or not wrap.alive:
+                    if wrap is not None:  # its module was executed again; others may still hold it
+                        entry.retired.append(wrap)
                     entry.wraps[target.name] = self._wrap_target(patch, target, entry.verdict)
             missing = [target.name for target in wanted if target.name not in entry.wraps]
-            dead = [wrap.name for wrap in entry.wraps.values() if not wrap.alive]
+            dead = [target.name for target in mine if not entry.wraps[target.name].alive]
             if dead:
                 raise Drift(f"wrapped, but its place holds something else: {', '.join(dead)}")
         except Exception as error:
             # All or nothing: a patch that is half there is not one.
-            for wrap in entry.wraps.values():
-                wrap.undo()
-            entry.wraps.clear()
+            entry.undo()
             entry.state = DRIFTED if isinstance(error, Drift) else FAILED
             entry.reason = str(error) if isinstance(error, Drift) else f"{type(error).__name__}: {error}"
             self._say(patch)
@@ -300,10 +331,11 @@ class Activation:
         """
         if not read_flag(STRICT, os.environ):
             return
+        states = {patch.name: state_of(patch) for patch in self.catalog if patch.name in RECORD.entries}
         faults = [
-            f"{name} ({self.gates[name].variable}) is {entry.state}: {entry.reason}"
-            for name, entry in RECORD.entries.items()
-            if entry.state in FAULTS
+            f"{name} ({self.gates[name].variable}) is {state}: {reason}"
+            for name, (state, reason) in states.items()
+            if state in FAULTS
         ]
         faults += [str(problem) for problem in RECORD.problems.values()]
         if faults:
@@ -320,8 +352,7 @@ class Activation:
                 undo = getattr(implementation, "undo", None)
                 if entry.wraps and undo is not None:
                     undo()
-                for wrap in reversed(entry.wraps.values()):
-                    wrap.undo()
+                entry.undo()
             for seam in self._seams.values():
                 seam.undo()
             self._seams.clear()

@@ -63,6 +63,8 @@ def _judge(patch: Patch, sources: Sources, lock: Lock | LockError) -> Verdict:
         if all(one.known for one in seen) and (mark := _fixed(patch, seen, lock)):
             return Verdict(NOT_NEEDED, f"{mark} is as in the releases that have the fix (since {patch.fixed_in})", seen)
     unknown = [one for one in seen if not one.known]
+    if not unknown and all(one.source is None for one in seen[: len(patch.targets)]):
+        return Verdict(NOT_NEEDED, f"vLLM {sources.version} has none of the functions that it patches", seen)
     if not unknown:
         return Verdict(READY, "known code, patched as soon as it is imported", seen)
     names = ", ".join(one.name + (" (not there)" if one.fingerprint == ABSENT else "") for one in unknown)

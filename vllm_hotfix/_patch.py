@@ -82,8 +82,8 @@ class Patch:
 
     @property
     def releases(self) -> str:
-        """The releases with the fault, in words."""
-        return f"{self.since} and later" if self.fixed_in is None else f"{self.since} to before {self.fixed_in}"
+        """The releases with the fault, as a version specifier."""
+        return f">={self.since}" + (f",<{self.fixed_in}" if self.fixed_in else "")
 
     @property
     def known_names(self) -> tuple[str, ...]:
@@ -175,11 +175,9 @@ def _read_list(
     variable: str, catalog: Mapping[str, Patch], environ: Mapping[str, str], problems: list[Problem]
 ) -> set[str]:
     names = {name.strip().lower() for name in environ.get(variable, "").split(",")} - {""}
-    if "all" in names:
-        return set(catalog)
-    for name in sorted(names - set(catalog)):
+    for name in sorted(names - {"all", *catalog}):
         problems.append(Problem(variable, f"there is no patch {name!r}; there are: {', '.join(catalog)}"))
-    return names & set(catalog)
+    return set(catalog) if "all" in names else names & set(catalog)
 
 
 def _unknown_variables(patches: Iterable[Patch], environ: Mapping[str, str]) -> list[Problem]:
@@ -192,22 +190,34 @@ def _unknown_variables(patches: Iterable[Patch], environ: Mapping[str, str]) -> 
 
 
 def _follow_requirements(catalog: Mapping[str, Patch], gates: dict[str, Gate]) -> None:
-    """Turn on what an enabled patch requires; a required patch that is turned off by name takes it along."""
-    changed = True
-    while changed:
-        changed = False
-        for patch in catalog.values():
-            for name in patch.requires if gates[patch.name].on else ():
-                required, gate = gates[name], gates[patch.name]
-                if required.on:
-                    continue
-                changed = True
-                if required.value is None:
-                    gates[name] = Gate(True, gate.variable, gate.value, f"turned on by {patch.name}, which requires it")
-                else:
-                    why = f"requires {name}, which is off: {required.reason}"
-                    gates[patch.name] = Gate(False, required.variable, required.value, why)
-                    break
+    """Turn on what an enabled patch requires, at any depth; where some of that is off by name, the patch is off too."""
+    enabled = [patch for patch in catalog.values() if gates[patch.name].on]
+    required = {patch.name: _required(patch, catalog) for patch in enabled}
+    refused = {name for name, gate in gates.items() if not gate.on and gate.value is not None}
+    for patch in enabled:
+        for name in required[patch.name]:
+            if name in refused:
+                why = f"requires {name}, which is off: {gates[name].reason}"
+                gates[patch.name] = Gate(False, gates[name].variable, gates[name].value, why)
+                break
+    for patch in enabled:
+        gate = gates[patch.name]
+        for name in required[patch.name] if gate.on else ():
+            if not gates[name].on:
+                why = f"turned on by {patch.name}, which requires it"
+                gates[name] = Gate(True, gate.variable, gate.value, why)
+
+
+def _required(patch: Patch, catalog: Mapping[str, Patch]) -> list[str]:
+    """The names of all that a patch requires, directly or through another."""
+    found: list[str] = []
+    waiting = [*patch.requires]
+    while waiting:
+        name = waiting.pop(0)
+        if name not in found:
+            found.append(name)
+            waiting += catalog[name].requires
+    return found
 
 
 def own_variables(patches: Iterable[Patch], environ: Mapping[str, str]) -> list[str]:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.hotfix")
 _FORMAT = 1
 _LARGEST = 1 << 20  # bytes of a state file that are read at most
+_DRAFT = 60  # seconds after which a file that is being written is one that was left
 
 
 @dataclass
@@ -42,6 +43,15 @@ class Entry:
     reason: str = ""
     verdict: Verdict | None = None
     wraps: dict[str, Wrap] = field(default_factory=dict)
+    #: Wraps of modules that have been executed again since.
+    retired: list[Wrap] = field(default_factory=list)
+
+    def undo(self) -> None:
+        """Undo what was wrapped, the last first."""
+        for wrap in (*reversed(self.wraps.values()), *reversed(self.retired)):
+            wrap.undo()
+        self.wraps.clear()
+        self.retired.clear()
 
 
 class Record:
@@ -104,10 +114,15 @@ class Record:
         draft = path.with_suffix(f".{threading.get_ident()}")
         with suppress(FileNotFoundError):
             draft.unlink()
-        handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-        with open(handle, "w", encoding="utf-8") as file:
-            json.dump(state, file)
-        os.replace(draft, path)
+        try:
+            handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+            with open(handle, "w", encoding="utf-8") as file:
+                json.dump(state, file)
+            os.replace(draft, path)
+        except BaseException:
+            with suppress(OSError):
+                draft.unlink()
+            raise
         if self._written is None or self._written[0] != os.getpid():
             self._written = os.getpid(), path
             atexit.register(self.remove)
@@ -129,7 +144,8 @@ def own_folder(*, create: bool = False) -> Path:
     Raises:
         OSError: it is not there, cannot be made, or is not like that.
     """
-    folder = Path(os.environ.get(STATE_DIR) or tempfile.gettempdir()) / f"vllm-hotfix-{os.getuid()}"
+    # Absolute: the process may change its folder before it removes its file.
+    folder = Path(os.environ.get(STATE_DIR) or tempfile.gettempdir()).absolute() / f"vllm-hotfix-{os.getuid()}"
     if create:
         with suppress(FileExistsError):
             folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -157,6 +173,8 @@ def live() -> Iterator[dict[str, Any] | str]:
     for path in sorted(folder.iterdir()):
         try:
             found = path.lstat()
+            if path.suffix[1:].isdigit() and time.time() - found.st_mtime < _DRAFT:
+                continue  # being written
             if path.suffix != ".json" or not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid():
                 yield f"{path}: skipped, not a state file of this user"
                 continue
@@ -166,12 +184,12 @@ def live() -> Iterator[dict[str, Any] | str]:
             state = _checked(json.loads(path.read_text("utf-8")))
         except FileNotFoundError:
             continue  # removed meanwhile
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except Exception as error:
             yield f"{path}: skipped, not readable as a state file ({type(error).__name__}: {error})"
             continue
         if state["namespace"] != _namespace():
             yield f"{path}: skipped, of another container (PID namespace)"
-        elif _started(state["pid"]) != state["started"]:
+        elif state["started"] is None or _started(state["pid"]) != state["started"]:
             with suppress(OSError):
                 path.unlink()
         else:

@@ -15,6 +15,7 @@ import json
 import re
 import sys
 import tokenize
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,6 +25,7 @@ from typing import Any
 ABSENT = "absent"  #: stands for a fingerprint where the module, or the function in it, does not exist
 LOCK = "upstream.lock"
 _FORMAT = 1
+_RELEASE = re.compile(r"\d+(\.\d+)+(\.post\d+)?")
 
 _Definition = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
@@ -34,7 +36,10 @@ class LockError(Exception):
 
 @dataclass(frozen=True)
 class Source:
-    """A function's or class's place in a file: ``first`` and ``last`` line (from 1, decorators included)."""
+    """A function's or class's place in a file: ``first`` and ``last`` line (from 1, decorators included).
+
+    ``decorated`` says whether a decorator may have put code of its own in the function's place.
+    """
 
     file: Path
     first: int
@@ -67,7 +72,7 @@ class Sources:
             return folder if (folder / "__init__.py").is_file() else None
         try:
             spec = importlib.util.find_spec(name)
-        except (ImportError, ValueError):  # a broken parent, or a module without a spec
+        except Exception:  # a module without a spec, or another package's finder, which may raise anything
             return None
         if spec is None or spec.origin is None or not spec.submodule_search_locations:
             return None  # not there, or only a namespace: a folder of that name, say
@@ -78,7 +83,7 @@ class Sources:
         """The version of vLLM as its ``_version.py`` states it, None where it does not."""
         folder = self.package("vllm")
         try:
-            text = (folder / "_version.py").read_text("utf-8") if folder else ""
+            text = (folder / "_version.py").read_text("utf-8-sig") if folder else ""
         except (OSError, ValueError):
             return None
         match = re.search(
@@ -113,7 +118,7 @@ class Sources:
             return None
         first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
         assert node.end_lineno is not None
-        return Source(file, first, node.end_lineno, bool(node.decorator_list), _fingerprint(text, node))
+        return Source(file, first, node.end_lineno, _replaced_by_decorators(node), _fingerprint(text, node))
 
     def fingerprint(self, target: str) -> str:
         """The fingerprint of ``module:qualified.name``, or ``ABSENT``. Raises what :meth:`find` raises."""
@@ -124,7 +129,7 @@ class Sources:
         if file not in self._files:
             with tokenize.open(file) as stream:
                 text = stream.read()
-            self._files[file] = text, ast.parse(text)
+            self._files[file] = text, _parse(text)
         return self._files[file]
 
 
@@ -134,8 +139,16 @@ def fingerprint(text: str, qualname: str) -> str:
     Raises:
         SyntaxError: the text is not this Python's code.
     """
-    node = _find_node(ast.parse(text), qualname.split("."))
+    node = _find_node(_parse(text), qualname.split("."))
     return ABSENT if node is None else _fingerprint(text, node)
+
+
+def _parse(text: str) -> ast.Module:
+    with warnings.catch_warnings():
+        # Of the code's own making, and said where it is compiled.
+        warnings.simplefilter("ignore", SyntaxWarning)
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return ast.parse(text)
 
 
 def _find_node(tree: ast.AST, path: list[str]) -> Any:
@@ -148,12 +161,18 @@ def _find_node(tree: ast.AST, path: list[str]) -> Any:
 
 
 def _definitions(scope: ast.AST) -> Iterator[Any]:
-    """The functions and classes of a scope, also those under its ``if``, ``try`` and ``with``."""
+    """The functions and classes of a scope, also those under its ``if``, ``try``, ``with``, loops and ``match``."""
     for node in ast.iter_child_nodes(scope):
         if isinstance(node, _Definition):
             yield node
-        elif isinstance(node, (ast.stmt, ast.excepthandler)):
+        elif isinstance(node, (ast.stmt, ast.excepthandler, ast.match_case)):
             yield from _definitions(node)
+
+
+def _replaced_by_decorators(node: Any) -> bool:
+    """Whether a decorator may put code of its own in the function's place."""
+    plain = ("staticmethod", "classmethod", "abstractmethod")
+    return any(getattr(decorator, "id", None) not in plain for decorator in node.decorator_list)
 
 
 def _fingerprint(text: str, node: Any) -> str:
@@ -177,7 +196,8 @@ def _fingerprint(text: str, node: Any) -> str:
             line = line[:start] + line[end:]
         # Within a literal of several lines every blank counts.
         if row not in inside:
-            line = line[indent:]
+            blank = len(line) - len(line.lstrip(" \t"))
+            line = line[min(indent, blank) :]
         if row + 1 not in inside:
             line = line.rstrip()
         if line or row in inside:
@@ -242,7 +262,10 @@ class Lock:
                 for target, known in data["targets"].items()
             }
             self.releases: tuple[str, ...] = tuple(data["releases"].split())
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            named = {release for known in self.targets.values() for releases in known.values() for release in releases}
+            if not self.releases or not all(map(_RELEASE.fullmatch, self.releases)) or not named <= {*self.releases}:
+                raise ValueError("its releases are not what they should be")
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise LockError(
                 f"{LOCK} is damaged ({type(error).__name__}: {error}); install vllm-hotfix again"
             ) from error

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import io
 import json
 import os
 import site
@@ -163,24 +164,28 @@ def table(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     """The patches as lines of at most 100 columns: a line of facts each, then the reason and the fault."""
     lines = [f"{'PATCH':<18} {'STATE':<12} {'GATE':<34} {'FAULT IN':<17} UPSTREAM", "-" * WIDTH]
     for row in rows:
-        gate = f"{row['variable']}={row['gate']}" if row["gate"] is not None else f"{row['env']} unset"
+        gate = _plain(f"{row['variable']}={row['gate']}" if row["gate"] is not None else f"{row['env']} unset")
         upstream = row["upstream"].rpartition("/")[2]
-        facts = f"{row['name']:<18} {row['state']:<12} {gate:<34} {row['releases']:<17}"
-        if len(facts) + len(upstream) + 1 > WIDTH:  # a long list in VLLM_HOTFIX_ENABLE, say
-            lines.append(f"{row['name']:<18} {row['state']:<12} {_clip(gate, 34):<34} {row['releases']:<17} {upstream}")
+        start, end = f"{row['name']:<18} {row['state']:<12} ", f" {row['releases']:<17} {upstream}"
+        if len(gate) > 40:  # a long list in VLLM_HOTFIX_ENABLE, say
+            gate = gate[:31] + "..."
+        if len(f"{start}{gate:<34}{end}") <= WIDTH:
+            lines.append(f"{start}{gate:<34}{end}")
         else:
-            lines.append(f"{facts} {upstream}")
-        lines += _wrap("why:   " + (row["reason"] or "-"), "       ")
-        lines += _wrap("fault: " + row["fault"], "       ")
+            lines += _fold(start + gate, " " * 32) + _fold(" " * 66 + end, " " * 67)
+        lines += _fold("    why:   " + (_plain(row["reason"]) or "-"), " " * 11)
+        lines += _fold("    fault: " + row["fault"], " " * 11)
     return lines
 
 
-def _clip(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: width - 3] + "..."
+def _fold(text: str, indent: str) -> list[str]:
+    """A text as lines of at most 100 columns."""
+    return textwrap.wrap(text, WIDTH, subsequent_indent=indent, break_on_hyphens=False)
 
 
-def _wrap(text: str, indent: str = "") -> list[str]:
-    return textwrap.wrap(text, WIDTH, initial_indent="    ", subsequent_indent="    " + indent) or [""]
+def _plain(text: str) -> str:
+    """A text from elsewhere on one line and without codes for the terminal."""
+    return "".join(one if one.isprintable() else "?" for one in " ".join(text.split()))
 
 
 def render(data: Mapping[str, Any]) -> list[str]:
@@ -194,9 +199,8 @@ def render(data: Mapping[str, Any]) -> list[str]:
         title = "channels" if number == 0 else ""
         sign = "yes" if channel["installed"] else "no "
         lines.append(f"{title:<9} {channel['name']:<14} {sign}  {channel['detail']}")
-    for problem in data["problems"]:
-        lines += textwrap.wrap(f"problem   {problem}", WIDTH, subsequent_indent=" " * 10)
-    return [*(_clip(line, WIDTH) for line in lines), "", *table(data["patches"])]
+    lines += [f"problem   {_plain(problem)}" for problem in data["problems"]]
+    return [*(part for line in lines for part in _fold(line, " " * 10)), "", *table(data["patches"])]
 
 
 def live_report() -> dict[str, Any]:
@@ -219,11 +223,12 @@ def render_live(data: Mapping[str, Any]) -> list[str]:
     lines: list[str] = []
     for process in data["processes"]:
         age = max(0, time.time() - process["time"])
-        lines.append(_clip(f"{process['pid']}  vLLM {process['vllm']}, {age:.0f} s ago: {process['command']}", WIDTH))
+        line = f"{process['pid']}  vLLM {process['vllm']}, {age:.0f} s ago: {_plain(process['command'])}"
+        lines.append(line if len(line) <= WIDTH else line[: WIDTH - 3] + "...")
         for name, patch in process["patches"].items():
             counters = " ".join(f"{key}={value}" for key, value in process["counters"].get(name, {}).items())
-            lines += _wrap(f"{name:<18} {patch['state']:<12} {counters or patch['reason']}", " " * 32)
-    lines += [_clip(one, WIDTH) for one in data["skipped"]]
+            lines += _fold(f"    {name:<18} {patch['state']:<12} {counters or _plain(patch['reason'])}", " " * 36)
+    lines += [part for one in data["skipped"] for part in _fold(_plain(one), "    ")]
     return lines or ["no running process has written a state file"]
 
 
@@ -257,6 +262,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _print(text: str) -> None:
     try:
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            # What the terminal's encoding lacks is shown as an escape, not as a traceback.
+            sys.stdout.reconfigure(errors="backslashreplace")
         print(text, flush=True)
     except BrokenPipeError:  # status | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

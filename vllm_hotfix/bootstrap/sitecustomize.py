@@ -15,21 +15,23 @@ _home = os.path.dirname(os.path.dirname(_here))
 
 def _start() -> None:
     try:
-        import _vllm_hotfix
-    except ImportError:
-        # Not installed in this environment. The folder comes last, so that it overrides nothing of the image.
-        sys.path.append(_home)
         try:
             import _vllm_hotfix
         except ImportError:
-            return
-    _vllm_hotfix.start()
+            # Not installed in this environment. The folder comes last, so that it overrides nothing of the image.
+            sys.path.append(_home)
+            import _vllm_hotfix
+    except Exception as error:
+        print(f"vllm-hotfix: not active in this process: {type(error).__name__}: {error}", file=sys.stderr)
+    else:
+        _vllm_hotfix.start()
 
 
 def _run_hidden() -> None:
     """Run the next sitecustomize on the path; what it raises is its own, site reports it as ever."""
-    path = [entry for entry in sys.path if os.path.abspath(entry) != _here]
-    spec = PathFinder.find_spec("sitecustomize", path)
+    entries = [os.path.abspath(entry) for entry in sys.path]
+    # Only what comes after this folder: there may be two of them, and each runs the next.
+    spec = PathFinder.find_spec("sitecustomize", sys.path[entries.index(_here) + 1 :]) if _here in entries else None
     if spec is not None and spec.loader is not None:
         module = module_from_spec(spec)
         sys.modules["sitecustomize"] = module
