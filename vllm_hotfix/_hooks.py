@@ -11,8 +11,10 @@ import sys
 import threading
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
+
+import wrapt
 
 from _vllm_hotfix import FINDER, call
 
@@ -45,6 +47,10 @@ _ENVS = "vllm.envs"
 _STRICT_SEAMS = {"vllm.plugins": "load_general_plugins", "vllm.v1.worker.gpu_worker": "Worker.load_model"}
 
 Wrapper = Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+#: What a wrapper of others can be.
+_WRAPPERS = (FunctionType, MethodType, staticmethod, classmethod, functools.partial, wrapt.ObjectProxy)
 
 
 class Drift(Exception):
@@ -115,12 +121,13 @@ def _reaches(found: Any, proxy: Any) -> bool:
     waiting, seen = [found], set[int]()
     while waiting and len(seen) < 100:
         one = waiting.pop()
-        # A method that was read from its class is a bound proxy, whose parent is the one that stands there.
-        if one is proxy or getattr(one, "_self_parent", None) is proxy:
+        if one is proxy:
             return True
-        if (not callable(one) and not isinstance(one, (staticmethod, classmethod))) or id(one) in seen:
+        if id(one) in seen or not isinstance(one, _WRAPPERS):  # others may do anything when asked for attributes
             continue
         seen.add(id(one))
+        # A method that was read from its class is a bound proxy, whose parent is the one that stands there.
+        waiting.append(getattr(one, "_self_parent", None))
         waiting += [getattr(one, "__wrapped__", None), getattr(one, "__func__", None)]
         for cell in getattr(one, "__closure__", None) or ():
             with contextlib.suppress(ValueError):  # an empty cell
