@@ -26,6 +26,14 @@ _failure: str | None = None
 _lock = RLock()
 
 
+def _after_fork() -> None:
+    global _lock
+    _lock = RLock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
 def activate() -> None:
     """Read the gates and apply the patches that they turn on; called again, only what is new.
 

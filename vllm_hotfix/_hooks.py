@@ -16,7 +16,7 @@ from typing import Any
 
 import wrapt
 
-from _vllm_hotfix import FINDER, call
+from _vllm_hotfix import FINDER, call, describe
 
 from ._judge import Verdict, judge, parse_version
 from ._patch import (
@@ -41,6 +41,15 @@ from ._upstream import Lock, LockError, Source, Sources
 
 #: One activation, wrap or undo at a time. Reentrant: an import made while it is held may call back.
 LOCK = threading.RLock()
+
+
+def _after_fork() -> None:
+    """Another thread may have held the lock, and is not in the child."""
+    global LOCK
+    LOCK = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 _ENVS = "vllm.envs"
 #: What every engine start passes through, whatever ``VLLM_PLUGINS`` leaves out: in each process, and in each worker.
@@ -84,9 +93,13 @@ class Wrap:
             return wrapper(wrapped, instance, args, kwargs) if self.enabled else wrapped(*args, **kwargs)
 
         self.proxy = Proxy(self.original, run)
-        setattr(self.parent, self.attribute, self.proxy)
-        if isinstance(self.parent, ModuleType):
-            _rebind(self.original, self.proxy, keep)
+        try:
+            setattr(self.parent, self.attribute, self.proxy)
+            if isinstance(self.parent, ModuleType):
+                _rebind(self.original, self.proxy, keep)
+        except BaseException:
+            self.undo()
+            raise
 
     @property
     def alive(self) -> bool:
@@ -218,10 +231,14 @@ class Activation:
             for problem in problems:
                 RECORD.problem(problem)
             new = [patch for patch in self.catalog if gates[patch.name].on and patch.name not in RECORD.entries]
-            if new:
-                self._apply(new)
             for module in (_ENVS, *(_STRICT_SEAMS if read_flag(STRICT, os.environ) else ())):
                 when_ready(module, self._on_module)
+            try:
+                if new:
+                    self._apply(new)
+            except Exception as error:
+                for patch in new:
+                    self._fail(patch, error)
             RECORD.save()
 
     def _apply(self, patches: list[Patch]) -> None:
@@ -248,14 +265,20 @@ class Activation:
     def _on_module(self, module: ModuleType) -> None:
         """Wrap what the enabled patches want of a module that is now imported (again)."""
         with LOCK:
-            if module.__name__ == _ENVS:
-                self._announce(module)
-            if module.__name__ in _STRICT_SEAMS and read_flag(STRICT, os.environ):
-                self._seam(f"{module.__name__}:{_STRICT_SEAMS[module.__name__]}", self._check_after)
+            try:
+                if module.__name__ == _ENVS:
+                    self._announce(module)
+                if module.__name__ in _STRICT_SEAMS and read_flag(STRICT, os.environ):
+                    self._seam(f"{module.__name__}:{_STRICT_SEAMS[module.__name__]}", self._check_after)
+            except Exception as error:
+                RECORD.problem(Problem(module.__name__, f"could not be made to know this package: {describe(error)}"))
             for patch in self.catalog:
                 entry = RECORD.entries.get(patch.name)
                 if entry is not None and entry.state in (READY, ACTIVE):
-                    self._wrap(patch, entry, module.__name__)
+                    try:
+                        self._wrap(patch, entry, module.__name__)
+                    except Exception as error:
+                        self._fail(patch, error)
             RECORD.save()
 
     def _wrap(self, patch: Patch, entry: Entry, module: str) -> None:
@@ -264,24 +287,16 @@ class Activation:
         mine = [target for target in wanted if target.name.partition(":")[0] == module]
         if not mine:
             return
-        try:
-            for target in mine:
-                wrap = entry.wraps.get(target.name)
-                if wrap is None or not wrap.alive:
-                    if wrap is not None:  # its module was executed again; others may still hold it
-                        entry.retired.append(wrap)
-                    entry.wraps[target.name] = self._wrap_target(patch, target, entry.verdict)
-            missing = [target.name for target in wanted if target.name not in entry.wraps]
-            dead = [target.name for target in mine if not entry.wraps[target.name].alive]
-            if dead:
-                raise Drift(f"wrapped, but its place holds something else: {', '.join(dead)}")
-        except Exception as error:
-            # All or nothing: a patch that is half there is not one.
-            entry.undo()
-            entry.state = DRIFTED if isinstance(error, Drift) else FAILED
-            entry.reason = str(error) if isinstance(error, Drift) else f"{type(error).__name__}: {error}"
-            self._say(patch)
-            return
+        for target in mine:
+            wrap = entry.wraps.get(target.name)
+            if wrap is None or not wrap.alive:
+                if wrap is not None:  # its module was executed again; others may still hold it
+                    entry.retired.append(wrap)
+                entry.wraps[target.name] = self._wrap_target(patch, target, entry.verdict)
+        missing = [target.name for target in wanted if target.name not in entry.wraps]
+        dead = [target.name for target in mine if not entry.wraps[target.name].alive]
+        if dead:
+            raise Drift(f"wrapped, but its place holds something else: {', '.join(dead)}")
         if missing:
             entry.reason = f"waits for the import of {', '.join(missing)}"
         elif entry.state != ACTIVE:
@@ -292,6 +307,13 @@ class Activation:
     def _wrap_target(patch: Patch, target: Target, verdict: Verdict) -> Wrap:
         implementation = importlib.import_module(f"vllm_hotfix._patches.{patch.name}")
         return Wrap(target.name, getattr(implementation, target.wrapper), verdict.source(target.name), target.keep)
+
+    def _fail(self, patch: Patch, error: Exception) -> None:
+        """All or nothing: a patch that is half there is not one."""
+        entry = RECORD.entries.setdefault(patch.name, Entry())
+        entry.undo()
+        entry.state, entry.reason = (DRIFTED, str(error)) if isinstance(error, Drift) else (FAILED, describe(error))
+        self._say(patch)
 
     def _say(self, patch: Patch) -> None:
         entry = RECORD.entries[patch.name]

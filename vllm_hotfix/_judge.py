@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from packaging.version import InvalidVersion, Version
 
@@ -54,14 +54,19 @@ def _judge(patch: Patch, sources: Sources, lock: Lock | LockError) -> Verdict:
         return Verdict(FAILED, str(lock))
     if sources.package("vllm") is None:
         return Verdict(UNSUPPORTED, "no vLLM is installed in this environment")
-    seen = tuple(_see(name, sources, lock) for name in patch.known_names)
     version = parse_version(sources.version)
     released = version is not None and not version.is_devrelease and version.local is None
+    seen = tuple(_see(name, sources, lock) for name in patch.known_names)
     if patch.fixed_in is not None:
         if released and version is not None and version >= Version(patch.fixed_in):
             return Verdict(NOT_NEEDED, f"vLLM {version} has the fix (since {patch.fixed_in})", seen)
         if all(one.known for one in seen) and (mark := _fixed(patch, seen, lock)):
             return Verdict(NOT_NEEDED, f"{mark} is as in the releases that have the fix (since {patch.fixed_in})", seen)
+    if released and str(version) in lock.releases:
+        # A known release has its own code, and nothing else.
+        seen = tuple(replace(one, known=str(version) in lock.releases_of(one.name, one.fingerprint)) for one in seen)
+    else:
+        seen = tuple(replace(one, known=one.known and _may_be_absent(one, seen, lock)) for one in seen)
     unknown = [one for one in seen if not one.known]
     if not unknown and all(one.source is None for one in seen[: len(patch.targets)]):
         return Verdict(NOT_NEEDED, f"vLLM {sources.version} has none of the functions that it patches", seen)
@@ -79,6 +84,18 @@ def _see(name: str, sources: Sources, lock: Lock) -> Seen:
     source = sources.find(name)
     mark = ABSENT if source is None else source.fingerprint
     return Seen(name, mark, bool(lock.releases_of(name, mark)), source)
+
+
+def _may_be_absent(one: Seen, seen: tuple[Seen, ...], lock: Lock) -> bool:
+    """Whether a name that is not there is not there in a release that has the other names as they are.
+
+    A fork or a development build may mix the code of releases; what it lacks must fit to what it has.
+    """
+    if one.fingerprint != ABSENT:
+        return True
+    others = [set(lock.releases_of(other.name, other.fingerprint)) for other in seen if other.fingerprint != ABSENT]
+    together = set.intersection(*others) if others else set()
+    return not others or bool((together or set.union(*others)) & set(lock.releases_of(one.name, ABSENT)))
 
 
 def _fixed(patch: Patch, seen: tuple[Seen, ...], lock: Lock) -> str | None:

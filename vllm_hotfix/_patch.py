@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from _vllm_hotfix import ALIASES
+
 OFF: Final = "off"  #: no gate
 READY: Final = "ready"  #: gate on, source known, not every target imported yet
 ACTIVE: Final = "active"  #: the live objects are wrapped
@@ -221,6 +223,6 @@ def _required(patch: Patch, catalog: Mapping[str, Patch]) -> list[str]:
 
 
 def own_variables(patches: Iterable[Patch], environ: Mapping[str, str]) -> list[str]:
-    """The variables of this package that are set: its own and the patches' aliases."""
-    aliases = {alias for patch in patches for alias in patch.aliases}
+    """The variables of this package that are set: its own and upstream's names for its gates."""
+    aliases = {*ALIASES, *(alias for patch in patches for alias in patch.aliases)}
     return [name for name in environ if name.startswith("VLLM_HOTFIX_") or name in aliases]

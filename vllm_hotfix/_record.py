@@ -92,12 +92,14 @@ class Record:
                 self._save()
         except Exception as error:
             reason = f"no state file, so status --live will not show this process: {type(error).__name__}: {error}"
-            if os.environ.get(STATE_DIR):
-                self.problem(Problem(STATE_DIR, reason))
+            if configured := os.environ.get(STATE_DIR):
+                self.problem(Problem(STATE_DIR, f"{configured}: {reason}"))
             else:
                 self.warn(reason)
 
     def _save(self) -> None:
+        with self._lock:
+            counters = {name: dict(one) for name, one in self.counters.items()}
         state = {
             "format": _FORMAT,
             "pid": os.getpid(),
@@ -107,7 +109,7 @@ class Record:
             "vllm": self.vllm,
             "time": time.time(),
             "patches": {name: {"state": one.state, "reason": one.reason} for name, one in self.entries.items()},
-            "counters": self.counters,
+            "counters": counters,
         }
         folder = own_folder(create=True)
         path = folder / f"{_namespace()}-{os.getpid()}.json"
@@ -134,8 +136,14 @@ class Record:
                 self._written[1].unlink()
             self._written = None
 
+    def after_fork(self) -> None:
+        """Begin anew in a forked child: the patches are at work there too, what they did was the parent's."""
+        self._lock = threading.Lock()
+        self.counters = {}
+
 
 RECORD = Record()
+os.register_at_fork(after_in_child=RECORD.after_fork)
 
 
 def own_folder(*, create: bool = False) -> Path:

