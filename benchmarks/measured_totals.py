@@ -3,8 +3,10 @@
 Real safetensors files of 20,000 small tensors are loaded by vLLM's own `DefaultModelLoader`, stock and patched in
 turn, into two kinds of modules:
 
-- `experts`: NVFP4 MoE layers with the release's expert loader, the layers that the patch is for;
-- `norms`: RMSNorm layers, one tensor each, with vLLM's default loader, the cheapest there is: the worst case.
+- `experts`: NVFP4 MoE layers with the release's expert loader, the layers that the patch is for. The model does no
+  more per tensor than look its loader up, so a real one has more to do and the share is smaller;
+- `norms`: 20,000 RMSNorm layers, one tensor each, with vLLM's default loader, the cheapest there is. No model is like
+  that: it shows the worst case, and has no bound.
 
 The time runs from the built model to the end of `load_model`. Run it with a release's sources in front, or with vLLM
 installed:
@@ -137,7 +139,7 @@ def main() -> int:
     options = parser.parse_args()
     print(f"vLLM {release()}, {options.pairs} pairs, first load of a safetensors checkpoint, medians")
     print(f"{'layers':8} {'tensors':>8} {'stock':>9} {'patched':>9} {'ratio':>7} {'a tensor':>10}")
-    ratios = []
+    missed = False
     for label, fill in (("experts", fill_experts), ("norms", fill_norms)):
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
@@ -148,10 +150,10 @@ def main() -> int:
         stock = statistics.median(pair[0] for pair in pairs)
         ratio = statistics.median(patched / stock for stock, patched in pairs)
         added = statistics.median(patched - stock for stock, patched in pairs) / tensors
-        ratios.append(ratio)
+        missed |= label == "experts" and ratio > LIMIT
         line = f"{label:8} {tensors:8} {stock:8.3f}s {stock * ratio:8.3f}s {ratio:7.3f} {added * 1e6:+8.2f}us"
         print(line, flush=True)
-    return int(max(ratios) > LIMIT)
+    return int(missed)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import operator
 import pkgutil
 from typing import Any
 
@@ -40,6 +39,4 @@ class Proxy(wrapt.FunctionWrapper):  # type: ignore[type-arg]
         return self if copied is self.__wrapped__ else copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if hasattr(self.__wrapped__, "__self__"):
-            return operator.itemgetter(0), ((self.__wrapped__,),)
         return pkgutil.resolve_name, (f"{self.__module__}:{self.__qualname__}",)
