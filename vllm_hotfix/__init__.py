@@ -58,8 +58,28 @@ def activate() -> None:
     except Exception as error:
         words = _vllm_hotfix.describe(error)
         if words != _failure:
+            _failure = words
             _vllm_hotfix.warn(f"not active in this process: {words}")
-        _failure = words
+            if _vllm_hotfix.strict():
+                _check_at_start()
+
+
+def _check_at_start() -> None:
+    """Have an engine's start meet the failure, also where vLLM leaves the plugin out: without wrapt, which may be it."""
+
+    def check(module: Any) -> None:
+        stock = module.load_general_plugins
+
+        def load_general_plugins() -> None:
+            stock()
+            check_strict()
+
+        module.load_general_plugins = load_general_plugins
+
+    _vllm_hotfix.FINDER.after["vllm.plugins"] = check
+    _vllm_hotfix.FINDER.install()
+    if "vllm.plugins" in sys.modules:
+        _vllm_hotfix.call(check, "vllm.plugins", sys.modules["vllm.plugins"])
 
 
 def deactivate() -> None:

@@ -208,6 +208,9 @@ def fails(house: Any, *words: str, code: str = LOOK, **environ: str) -> None:
     last = done.stderr.strip().splitlines()[-1]
     assert "HotfixError" in last
     assert all(word in last for word in ("VLLM_HOTFIX_STRICT", *words)), last
+    # vLLM is told to leave the plugin out: its start meets the fault all the same.
+    done = house.run("-c", f"{code}\n{PLUGIN}", path=(house.bootstrap,), code=1, **strict, VLLM_PLUGINS="another")
+    assert "HotfixError" in done.stderr.strip().splitlines()[-1]
 
 
 def test_wrapt_that_cannot_be_imported(own_house: Any) -> None:

@@ -1,11 +1,12 @@
 """The layerwise reload waits for every loader call that the first load measured.
 
 What is wrong upstream: a reload (``reload_weights``, weight transfer from a trainer) buffers a layer's loader calls
-and processes the layer once ``load_numel >= get_layer_size(layer)``. The expert scale loaders of NVFP4 fused MoE fill
-more than one column a call and are called more than once per column, so the count reaches the declared size before
-the last scales are there, whenever a stream delivers them late: the layer is quantized with scales that are missing,
-and what still comes is dropped as excessive loading. ``get_numel_loaded`` caps each call at its parameter's size
-from 0.24.0 on, but not their sum. Upstream: vllm-project/vllm#61304, second cause; no release has a fix.
+and processes the layer once ``load_numel >= get_layer_size(layer)``. Some parameters are loaded more than once (the
+``w13_input_scale`` of ModelOpt FP8 fused MoE twice an expert, as ``w1`` and ``w3``; that of NVFP4 through 0.22.1 into
+both columns each time), so the count reaches the declared size before the last tensors are there, whenever a stream
+delivers those late: the layer is processed with tensors that are missing, and what still comes is dropped as
+excessive loading. ``get_numel_loaded`` caps each call at its parameter's size from 0.24.0 on, but not their sum.
+Upstream: vllm-project/vllm#61304, second cause; no release has a fix.
 
 How it is fixed: the first load counts the loader calls of every tensor. On a reload, a layer is processed when stock's
 condition holds *and* those calls have come: the measure delays the trigger, it never makes it earlier. A layer that
