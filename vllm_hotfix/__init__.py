@@ -65,7 +65,7 @@ def activate() -> None:
 
 
 def _check_at_start() -> None:
-    """Have an engine's start meet the failure, also where vLLM leaves the plugin out: without wrapt, which may be it."""
+    """Have an engine's start meet the failure, also without the plugin; without wrapt, which may be what failed."""
 
     def check(module: Any) -> None:
         stock = module.load_general_plugins

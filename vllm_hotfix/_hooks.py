@@ -379,9 +379,13 @@ class Activation:
                     continue
                 implementation = sys.modules.get(f"vllm_hotfix._patches.{patch.name}")
                 undo = getattr(implementation, "undo", None)
-                if entry.wraps and undo is not None:
-                    undo()
-                entry.undo()
+                try:
+                    if entry.wraps and undo is not None:
+                        undo()
+                except Exception as error:
+                    RECORD.warn(f"{patch.name} was at work and could not end it: {describe(error)}")
+                finally:
+                    entry.undo()
             for seam in self._seams.values():
                 seam.undo()
             self._seams.clear()
@@ -409,7 +413,4 @@ def state_of(patch: Patch) -> tuple[str, str]:
     entry = RECORD.entries.get(patch.name)
     if entry is None:
         return OFF, ""
-    lost = [wrap.name for wrap in entry.wraps.values() if not wrap.alive]
-    if entry.state == ACTIVE and lost:
-        return FAILED, f"no longer wrapped, replaced by others: {', '.join(lost)}"
-    return entry.state, entry.reason
+    return entry.live()

@@ -183,11 +183,12 @@ def _read_list(
 
 
 def _unknown_variables(patches: Iterable[Patch], environ: Mapping[str, str]) -> list[Problem]:
-    known = {ENABLE, DISABLE, STRICT, STATE_DIR} | {patch.env for patch in patches}
+    known = {ENABLE, DISABLE, STRICT, STATE_DIR}
+    known |= {name for patch in patches for name in (patch.env, *patch.aliases)}
     return [
-        Problem(name, "this variable means nothing to vllm-hotfix; is it misspelt?")
+        Problem(name, "no patch of this vllm-hotfix has this variable; is it misspelt, or of another version?")
         for name in environ
-        if name.startswith("VLLM_HOTFIX_") and name not in known
+        if (name.startswith("VLLM_HOTFIX_") or name in ALIASES) and name not in known
     ]
 
 

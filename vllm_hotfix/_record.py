@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ._patch import OFF, STATE_DIR, Problem
+from ._patch import ACTIVE, FAILED, OFF, STATE_DIR, Problem
 
 if TYPE_CHECKING:
     from ._hooks import Wrap
@@ -45,6 +45,13 @@ class Entry:
     wraps: dict[str, Wrap] = field(default_factory=dict)
     #: Wraps of modules that have been executed again since.
     retired: list[Wrap] = field(default_factory=list)
+
+    def live(self) -> tuple[str, str]:
+        """The state and its reason by the live objects: what was wrapped and is not any more is not active."""
+        lost = [wrap.name for wrap in self.wraps.values() if not wrap.alive]
+        if self.state == ACTIVE and lost:
+            return FAILED, f"no longer wrapped, replaced by others: {', '.join(lost)}"
+        return self.state, self.reason
 
     def undo(self) -> None:
         """Undo what was wrapped, the last first."""
@@ -108,7 +115,9 @@ class Record:
             "command": " ".join(sys.orig_argv)[:500],
             "vllm": self.vllm,
             "time": time.time(),
-            "patches": {name: {"state": one.state, "reason": one.reason} for name, one in self.entries.items()},
+            "patches": {
+                name: dict(zip(("state", "reason"), one.live(), strict=True)) for name, one in self.entries.items()
+            },
             "counters": counters,
         }
         folder = own_folder(create=True)

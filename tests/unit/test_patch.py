@@ -203,7 +203,14 @@ def test_patches_that_require_each_other_are_on_together() -> None:
 def test_a_misspelt_variable_is_a_problem(name: str) -> None:
     """Whoever misspells a gate would believe that the patch is on."""
     (problem,) = problems_of(**{name: "1"})
-    assert problem == f"{name}: this variable means nothing to vllm-hotfix; is it misspelt?"
+    words = "no patch of this vllm-hotfix has this variable; is it misspelt, or of another version?"
+    assert problem == f"{name}: {words}"
+
+
+def test_upstreams_name_for_a_patch_that_is_not_there_is_a_problem() -> None:
+    """Whoever sets it would believe that the patch is on, and vLLM is told that the variable is known."""
+    (problem,) = problems_of(VLLM_RELOAD_KEEP_MOE_KERNEL="1")
+    assert problem.startswith("VLLM_RELOAD_KEEP_MOE_KERNEL: no patch of this vllm-hotfix has this variable")
 
 
 def test_other_variables_are_no_concern() -> None:

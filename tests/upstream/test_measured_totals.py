@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import wrapt
 from layers import (
     Host,
     Layer,
@@ -39,6 +40,7 @@ from vllm.config import LoadConfig, VllmConfig
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.parameter import BasevLLMParameter
 
 import vllm_hotfix
@@ -324,6 +326,76 @@ def test_deactivating_in_the_middle_of_a_reload(host: Host, patched: None) -> No
     vllm_hotfix.deactivate()
     host.finish(model)
     assert model.layer.derived.tolist() == [222, 242]
+
+
+def test_deactivating_where_a_held_layer_cannot_be_processed(host: Host, patched: None) -> None:
+    """Its error is a warning, and everything is undone all the same: stock's functions are back."""
+    model = host.load(ONE, experts_stream(*FIRST))
+    host.begin(model)
+    model.load_weights(experts_stream(*SECOND))
+
+    def fail(layer: nn.Module) -> None:
+        raise Interrupted
+
+    model.layer.quant_method.process_weights_after_loading = fail
+    vllm_hotfix.deactivate()
+    assert not isinstance(layerwise._layerwise_process, wrapt.ObjectProxy)
+    assert not isinstance(layerwise.finalize_layerwise_processing, wrapt.ObjectProxy)
+
+
+def load_local_row(param: torch.Tensor, loaded: torch.Tensor, expert: int, shard: str = "") -> bool:
+    """Refuse the experts of another rank, as vLLM's expert loaders do; this rank has the experts 2 and 3."""
+    if expert < 2:
+        return False
+    load_row(param, loaded, expert - 2)
+    return True
+
+
+@pytest.mark.parametrize("filtered", [True, False])
+def test_experts_of_other_ranks(host: Host, trigger: str, filtered: bool) -> None:
+    """A refused tensor is not one that has come, whether the first load had the other ranks' experts or not."""
+
+    def make() -> Layer:
+        loaders = {"weight": load_local_row, "scale": load_local_row}
+        return Layer({"weight": (2, 2), "scale": (2,)}, loaders, lambda layer: layer.weight.sum(dim=1) * layer.scale)
+
+    def stream(rows: list[list[float]], scales: list[float]) -> list[Piece]:
+        return experts_stream([[7, 7], [7, 7], *rows], [7, 7, *scales])
+
+    first = stream(*FIRST)
+    if filtered:
+        first = [piece for piece in first if piece.args[0] >= 2]
+    model = host.load(with_layers(layer=make, other=plain), [*first, *pieces("other.weight", [1, 2])])
+    second = stream(*SECOND)
+    host.reload(model, [*second[:-2], *pieces("other.weight", [5, 6]), *second[-2:]])
+    assert model.layer.derived.tolist() == [222, 0 if trigger == "stock" else 242]
+    assert model.other.derived.tolist() == [10, 12]
+
+
+def test_tensors_with_the_default_loader_are_left_alone(host: Host, patched: None) -> None:
+    """Some models ask whether a tensor has a loader; during the first load the answer is stock's."""
+    seen: dict[str, Any] = {}
+
+    def looking(stream: Stream) -> Iterator[Piece]:
+        for name, layer in models[0].named_children():
+            seen[name] = vars(layer.weight).get("weight_loader", "none")
+        yield from stream
+
+    models: list[nn.Module] = []
+
+    def explicit() -> Layer:
+        return Layer({"weight": (2,)}, {"weight": default_weight_loader})
+
+    def build(model: Probe, config: VllmConfig) -> None:
+        with_layers(layer=two_experts, none=plain, default=explicit)(model, config)
+        models.append(model)
+
+    ones = [Piece(f"{name}.weight", torch.ones(2)) for name in ("none", "default")]
+    host.load(build, looking([*experts_stream(*FIRST), *ones]))
+    assert seen["none"] == "none"
+    assert seen["default"] is default_weight_loader
+    assert seen["layer"] is not load_row
+    assert seen["layer"] == load_row
 
 
 def test_a_layer_that_a_reload_leaves_out(host: Host, trigger: str) -> None:

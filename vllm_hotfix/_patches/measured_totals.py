@@ -27,7 +27,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakKeyDictionary, ref
 
 from .._patch import Patch, Target
 from .._proxy import Proxy
@@ -64,7 +64,8 @@ PATCH = Patch(
     ),
 )
 
-#: For each layer, the loader calls of its first load by tensor name. Weak: a freed model frees its measure.
+#: For each layer, the loader calls of its first load by tensor name; a measured model is a key too. Weak: a freed
+#: model frees its measure.
 _measured: WeakKeyDictionary[Module, dict[str, int]] = WeakKeyDictionary()
 #: For each layer, the reload that it is in.
 _reloads: WeakKeyDictionary[Module, _Reload] = WeakKeyDictionary()
@@ -100,56 +101,62 @@ def load_model(wrapped: Any, loader: Any, args: tuple[Any, ...], kwargs: dict[st
 
 @contextlib.contextmanager
 def _recording(model: Module) -> Iterator[None]:
-    """Count every loader call of a model's tensors; the loaders are as before afterwards.
+    """Count the loader calls of a model's tensors; the loaders are as before afterwards.
 
     The counts are kept if the load succeeds and called any loader.
     """
     counted: list[tuple[Module, str, _Calls]] = []
-    replaced: list[tuple[Any, Any, _Calls]] = []
+    replaced: list[tuple[Any, _Calls]] = []
+    failed = False
     try:
         try:
             _attach(model, counted, replaced)
         except Exception as error:
-            counted.clear()
             _warn("the first load is not measured", error)
+            failed = True
         yield
     finally:
-        for tensor, loader, calls in replaced:
-            if getattr(tensor, "weight_loader", None) is not calls:
-                continue  # whoever has set another one since meant it
-            if loader is None:
-                del tensor.weight_loader
-            else:
-                tensor.weight_loader = loader
+        for tensor, calls in replaced:
+            # Whoever has set another one since meant it.
+            if getattr(tensor, "weight_loader", None) is calls:
+                tensor.weight_loader = calls.__wrapped__
+    if failed:
+        return
     measured: dict[Module, dict[str, int]] = {}
     for layer, name, calls in counted:
         if calls.number:
             measured.setdefault(layer, {})[name] = calls.number
-    _measured.update(measured)
     RECORD.count(PATCH.name, "layers_measured", len(measured))
-    RECORD.count(PATCH.name, "loader_calls_measured", sum(calls.number for *_, calls in replaced))
+    RECORD.count(PATCH.name, "loader_calls_measured", sum(calls.number for _, calls in replaced))
+    # A load that called none of the loaders was a dummy.
+    if measured or not replaced:
+        _measured.update({model: {}, **measured})
 
 
-def _attach(model: Module, counted: list[tuple[Module, str, _Calls]], replaced: list[tuple[Any, Any, _Calls]]) -> None:
-    """Put a counter in the place of every tensor's loader. Some models have many small layers, so this is frugal."""
+def _attach(model: Module, counted: list[tuple[Module, str, _Calls]], replaced: list[tuple[Any, _Calls]]) -> None:
+    """Put a counter in the place of every loader that is not the default one.
+
+    A tensor with the default loader, or none, is loaded whole by one call. It is left alone: some models ask whether
+    there is a loader, or whether it is the default one, and some have many such tensors.
+    """
     default = sys.modules[_LAYERWISE].default_weight_loader
     known: dict[int, _Calls] = {}
     for layer in model.modules():
         found = []
         for tensors in (layer._parameters, layer._buffers):
             for name, tensor in tensors.items():
-                if tensor is not None:
-                    found.append((name, tensor, getattr(tensor, "weight_loader", None)))
+                loader = getattr(tensor, "weight_loader", None)
+                if loader is not None and loader is not default:
+                    found.append((name, tensor, loader))
         # Online quantization has wrapped such a layer's loaders itself, and replays them.
-        if any(loader is not None and getattr(loader, "__name__", "") == _ONLINE_LOADER for _, _, loader in found):
+        if any(getattr(loader, "__name__", "") == _ONLINE_LOADER for _, _, loader in found):
             continue
         for name, tensor, loader in found:
             calls = known.get(id(tensor))
             if calls is None:
-                # Models fall back to the default loader where a tensor has none.
-                calls = known[id(tensor)] = _Calls(loader or default)
+                calls = known[id(tensor)] = _Calls(loader)
                 tensor.weight_loader = calls
-                replaced.append((tensor, loader, calls))
+                replaced.append((tensor, calls))
             # A tied parameter is loaded for all the layers that hold it.
             counted.append((layer, name, calls))
 
@@ -157,8 +164,9 @@ def _attach(model: Module, counted: list[tuple[Module, str, _Calls]], replaced: 
 class _Calls:
     """Stands for a tensor's loader during the first load and counts its calls.
 
-    Like wrapt's proxies it is equal to what it stands for (models ask whether a loader is the default one) and has its
-    attributes; unlike them it costs half a microsecond a call, of which a load makes tens of thousands.
+    Like wrapt's proxies it is equal to what it stands for and has its attributes; unlike them it costs half a
+    microsecond a call, of which a load makes tens of thousands. A call that returns False has refused its tensor,
+    that of an expert of another rank.
     """
 
     __slots__ = ("__wrapped__", "number")
@@ -168,8 +176,10 @@ class _Calls:
         self.number = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.number += 1
-        return self.__wrapped__(*args, **kwargs)
+        result = self.__wrapped__(*args, **kwargs)
+        if result is not False:
+            self.number += 1
+        return result
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__wrapped__, name)
@@ -194,15 +204,48 @@ class _Calls:
 
 
 class _Reload:
-    """One layerwise reload of one model."""
+    """One layerwise reload of one model.
 
-    def __init__(self) -> None:
-        #: Layers that stock would have processed and that are held back.
-        self.held: WeakSet[Module] = WeakSet()
+    Args:
+        measured: whether the model's first load was.
+    """
+
+    def __init__(self, measured: bool) -> None:
+        self.measured = measured
+        #: For each layer, the loader calls that have come by tensor name.
+        self.calls: WeakKeyDictionary[Module, Counter[str]] = WeakKeyDictionary()
+        #: Layers that stock would have processed, each with the stream on which it would have.
+        self.held: WeakKeyDictionary[Module, Any] = WeakKeyDictionary()
         #: The one among them for which everything has come.
         self.ready: ref[Module] | None = None
         #: While a layer is processed, or the reload ends, processing is not held back.
         self.processing = False
+
+    def expected(self, layer: Module) -> dict[str, int]:
+        """The calls to wait for, by the names of the tensors whose loaders buffer; empty for stock's trigger."""
+        if not self.measured:
+            return {}
+        layerwise = sys.modules[_LAYERWISE]
+        measured = _measured.get(layer, {})
+        found = {}
+        for name, tensor in layerwise.get_layer_tensors(layer).items():
+            if getattr(getattr(tensor, "weight_loader", None), "__name__", "") != _ONLINE_LOADER:
+                continue
+            if name in measured:
+                found[name] = measured[name]
+            elif layerwise._get_original_loader(tensor) is layerwise.default_weight_loader:
+                found[name] = 1
+        return found
+
+    def arrived(self, layer: Module) -> None:
+        """Say that a layer that is held back is ready, if everything has come for it."""
+        calls = self.calls[layer]
+        if all(calls[name] >= number for name, number in self.expected(layer).items()):
+            self.ready = ref(layer)
+
+    def is_ready(self, layer: Module) -> bool:
+        """Whether everything has come for a layer that is held back."""
+        return self.ready is not None and self.ready() is layer
 
     def settle(self, arriving: Module) -> None:
         """Process the layer that is ready, unless the load that arrives is for it."""
@@ -211,18 +254,37 @@ class _Reload:
             self.process(ready)
 
     def process(self, layer: Module) -> None:
-        """Process a layer that was held back."""
+        """Process a layer that was held back, on the stream on which stock would have: its tensors come there."""
         layerwise = sys.modules[_LAYERWISE]
-        self.held.discard(layer)
+        stream = self.held.pop(layer)
         self.ready = None
         info = layerwise.get_layerwise_info(layer)
         if not info.can_load():
             return
         before, self.processing = self.processing, True
         try:
-            layerwise._layerwise_process(layer, info)
+            with _on(stream):
+                layerwise._layerwise_process(layer, info)
         finally:
             self.processing = before
+
+
+def _stream() -> Any:
+    """The current CUDA stream, None where CUDA is not in use."""
+    cuda = sys.modules["torch"].cuda
+    return cuda.current_stream() if cuda.is_initialized() else None
+
+
+@contextlib.contextmanager
+def _on(stream: Any) -> Iterator[None]:
+    """Queue work on a stream, and what comes after on the current one behind it."""
+    current = _stream()
+    if stream is None or stream == current:
+        yield
+        return
+    with sys.modules["torch"].cuda.stream(stream):
+        yield
+    current.wait_stream(stream)
 
 
 def initialize_layerwise_reload(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -230,7 +292,7 @@ def initialize_layerwise_reload(wrapped: Any, instance: Any, args: tuple[Any, ..
     model = args[0] if args else kwargs["model"]
     try:
         _put_back(model)
-        reload = _Reload()
+        reload = _Reload(model in _measured)
         for layer in model.modules():
             _reloads[layer] = reload
     except Exception as error:
@@ -264,53 +326,38 @@ def make_online_process_loader(wrapped: Any, instance: Any, args: tuple[Any, ...
     """Let the arrival of a load for one layer process the other one that is ready."""
     loader = wrapped(*args, **kwargs)
     # Stock keeps these loaders with the layer's metadata and uses them in later reloads too.
-    layer = ref(args[0] if args else kwargs["layer"])
+    layer_ref = ref(args[0] if args else kwargs["layer"])
+    name = args[1] if len(args) > 1 else kwargs["param_name"]
 
     def arrive(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        arriving = layer()
-        reload = _reloads.get(arriving) if arriving is not None else None
-        if reload is not None:
-            reload.settle(arriving)
-        return wrapped(*args, **kwargs)
+        layer = layer_ref()
+        reload = _reloads.get(layer) if layer is not None else None
+        if reload is None or not reload.measured:
+            return wrapped(*args, **kwargs)
+        reload.settle(layer)
+        held = layer in reload.held
+        result = wrapped(*args, **kwargs)
+        if result is not False:
+            reload.calls.setdefault(layer, Counter())[name] += 1
+        if layer in reload.held and not reload.is_ready(layer):
+            reload.arrived(layer)
+            if not held:
+                RECORD.count(PATCH.name, "layers_held")
+                RECORD.count(PATCH.name, "layers_triggered_early", not reload.is_ready(layer))
+        return result
 
     # The proxy has stock's name and ``__wrapped__``, by which stock finds the original loader.
     return Proxy(loader, arrive)
 
 
 def layerwise_process(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Hold a layer back that stock would process now; stock's own condition holds whenever this is called."""
+    """Hold a layer back that stock would process now, at a loader call with which its own condition holds."""
     layer = args[0] if args else kwargs["layer"]
-    info = args[1] if len(args) > 1 else kwargs["info"]
     reload = _reloads.get(layer)
-    if reload is None or reload.processing or not (expected := _expected(layer)):
+    if reload is None or reload.processing or not (layer in reload.held or reload.expected(layer)):
         return wrapped(*args, **kwargs)
-    arrived = _arrived(info.loaded_weights, expected)
-    if layer not in reload.held:
-        reload.held.add(layer)
-        RECORD.count(PATCH.name, "layers_held")
-        RECORD.count(PATCH.name, "layers_triggered_early", not arrived)
-    if arrived:
-        reload.ready = ref(layer)
+    reload.held[layer] = _stream()
     return None
-
-
-def _expected(layer: Module) -> dict[str, int]:
-    """The calls to wait for, by tensor name: those measured, where the tensor's loader buffers in this reload."""
-    measured = _measured.get(layer)
-    if not measured:
-        return {}
-    return {
-        name: measured[name]
-        for name, tensor in sys.modules[_LAYERWISE].get_layer_tensors(layer).items()
-        if name in measured and getattr(getattr(tensor, "weight_loader", None), "__name__", "") == _ONLINE_LOADER
-    }
-
-
-def _arrived(loaded: list[tuple[str, Any]], expected: dict[str, int]) -> bool:
-    if len(loaded) < sum(expected.values()):
-        return False
-    calls = Counter(name for name, _ in loaded)
-    return all(calls[name] >= number for name, number in expected.items())
 
 
 def finalize_layerwise_processing(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -321,9 +368,13 @@ def finalize_layerwise_processing(wrapped: Any, instance: Any, args: tuple[Any, 
         return wrapped(*args, **kwargs)
     try:
         reload.processing = True
-        for layer in [layer for layer in model.modules() if layer in reload.held]:
-            if reload.ready is None or reload.ready() is not layer:
-                RECORD.count(PATCH.name, "layers_processed_at_the_end")
+        held = [layer for layer in model.modules() if layer in reload.held]
+        late = sum(not reload.is_ready(layer) for layer in held)
+        if late:
+            RECORD.count(PATCH.name, "layers_processed_at_the_end", late)
+            text = "vllm-hotfix: %d layers waited for the end of the reload: not all calls of the first load came again"
+            logger.info(text, late)
+        for layer in held:
             reload.process(layer)
         result = wrapped(*args, **kwargs)
         RECORD.count(PATCH.name, "reloads")
@@ -335,11 +386,13 @@ def finalize_layerwise_processing(wrapped: Any, instance: Any, args: tuple[Any, 
 
 def undo() -> None:
     """Give back stock's trigger in the midst of reloads: process what is held back, forget what was measured."""
-    for reload in set(_reloads.values()):
-        for layer in list(reload.held):
-            reload.process(layer)
-    _reloads.clear()
-    _measured.clear()
+    try:
+        for reload in set(_reloads.values()):
+            for layer in list(reload.held):
+                reload.process(layer)
+    finally:
+        _reloads.clear()
+        _measured.clear()
 
 
 def _forget(model: Module) -> None:
