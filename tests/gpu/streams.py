@@ -33,7 +33,7 @@ from vllm_hotfix._patches import measured_totals
 
 SIZE = 1 << 20
 DELAY = 1_000_000_000  # clock cycles, about half a second
-CONFIG: Any = SimpleNamespace(dtype=torch.float32)
+CONFIG: Any = SimpleNamespace(dtype=torch.float32, quantization=None)
 
 
 class Layer(nn.Module):

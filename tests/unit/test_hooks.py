@@ -24,7 +24,7 @@ import _vllm_hotfix
 from vllm_hotfix import HotfixError, _hooks
 from vllm_hotfix._hooks import Activation, Drift, Wrap, state_of, when_ready
 from vllm_hotfix._patch import ACTIVE, DRIFTED, FAILED, OFF, READY, Patch, Target, read_gates
-from vllm_hotfix._record import RECORD
+from vllm_hotfix._record import RECORD, live
 from vllm_hotfix._upstream import Lock, Sources, fingerprint
 
 Load = Callable[..., Any]
@@ -850,6 +850,35 @@ def test_strict_has_nothing_against_what_is_active_or_waits(vllm: Any, activatio
     active.check_strict()
     vllm("b")
     active.check_strict()
+
+
+def test_the_state_file_says_what_the_live_object_is(
+    vllm: Any, activation: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A patch whose wrapper was replaced since is not listed as active by ``status --live`` either."""
+    monkeypatch.setenv("VLLM_HOTFIX_STATE_DIR", str(tmp_path))
+    b = vllm("b")
+    activation(**ON)
+    b.C.g = lambda self: ["replaced"]
+    RECORD.save()
+    (state,) = live()
+    assert isinstance(state, dict)
+    assert state["patches"]["one"]["state"] == "failed"
+    assert "vllm.b:C.g" in state["patches"]["one"]["reason"]
+
+
+def test_an_undo_that_raises_undoes_all_the_same(vllm: Any, activation: Any, logged: Any) -> None:
+    """What a patch does when it ends can fail; its wrappers and the others' go, with one warning."""
+    a, b = vllm("a"), vllm("b")
+    active = activation(**ON)
+
+    def undo() -> None:
+        raise RuntimeError("no end")
+
+    sys.modules["vllm_hotfix._patches.one"].undo = undo  # type: ignore[attr-defined]
+    active.deactivate()
+    assert a.f() == b.f() == b.C().g() == ["stock"]
+    assert [message for message in logged() if "no end" in message]
 
 
 def test_strict_looks_at_the_live_objects(vllm: Any, activation: Any) -> None:
