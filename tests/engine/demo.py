@@ -147,7 +147,8 @@ def demonstrate(folder: Path, env: Path | None) -> list[str]:
         problems = compare(on.result(), off.result(), cold.result()["steps"][0])
     print(f"$ {GATE}=1 python -m vllm_hotfix.status", flush=True)
     status = [python, "-m", "vllm_hotfix.status"]
-    subprocess.run(status, env=environment({GATE: "1"}), check=True, timeout=60)
+    # Elsewhere: `python -m` would take the package from the checkout.
+    subprocess.run(status, cwd=folder, env=environment({GATE: "1"}), check=True, timeout=60)
     say(f"{time.monotonic() - ready:.0f} s after installing")
     return problems
 
