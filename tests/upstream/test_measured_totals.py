@@ -44,6 +44,7 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.parameter import BasevLLMParameter
 
 import vllm_hotfix
+from vllm_hotfix._patches import measured_totals
 
 VERSION = Version(os.environ["HOTFIX_RELEASE"])
 
@@ -370,6 +371,34 @@ def test_experts_of_other_ranks(host: Host, trigger: str, filtered: bool) -> Non
     host.reload(model, [*second[:-2], *pieces("other.weight", [5, 6]), *second[-2:]])
     assert model.layer.derived.tolist() == [222, 0 if trigger == "stock" else 242]
     assert model.other.derived.tolist() == [10, 12]
+
+
+def test_a_rank_without_experts(host: Host, trigger: str) -> None:
+    """A layer of no elements, every tensor of which is refused, is complete at once and does no harm."""
+
+    def refuse(param: torch.Tensor, loaded: torch.Tensor, expert: int, shard: str = "") -> bool:
+        return False
+
+    def make() -> Layer:
+        loaders = {"weight": refuse, "scale": refuse}
+        tensors = {"weight": (0, 2), "scale": (0,), "extra": (0,)}  # the last one with the default loader
+        return Layer(tensors, loaders, lambda layer: layer.weight.sum(dim=1) * layer.scale)
+
+    def stream(rows: list[list[float]], scales: list[float]) -> list[Piece]:
+        return [*experts_stream(rows, scales), *experts_stream(rows, scales, "other")]
+
+    model = host.load(with_layers(layer=make, other=two_experts), stream(*FIRST))
+    host.reload(model, stream(*SECOND))
+    assert model.layer.derived.tolist() == []
+    assert model.other.derived.tolist() == [222, 0 if trigger == "stock" else 242]
+
+
+def test_an_error_in_the_measure_leaves_stock(host: Host, patched: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is wrong with what was measured, the reload goes on with stock's trigger."""
+    model = host.load(ONE, experts_stream(*FIRST))
+    monkeypatch.setitem(measured_totals._measured, model.layer, None)
+    host.reload(model, experts_stream(*SECOND))
+    assert model.layer.derived.tolist() == [222, 0]
 
 
 def test_tensors_with_the_default_loader_are_left_alone(host: Host, patched: None) -> None:

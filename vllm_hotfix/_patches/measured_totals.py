@@ -25,7 +25,7 @@ import copy
 import operator
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
@@ -223,8 +223,14 @@ class _Reload:
 
     def expected(self, layer: Module) -> dict[str, int]:
         """The calls to wait for, by the names of the tensors whose loaders buffer; empty for stock's trigger."""
-        if not self.measured:
+        try:
+            return self._expected(layer) if self.measured else {}
+        except Exception as error:
+            self.measured = False
+            _warn("this reload has stock's trigger from here on", error)
             return {}
+
+    def _expected(self, layer: Module) -> dict[str, int]:
         layerwise = sys.modules[_LAYERWISE]
         measured = _measured.get(layer, {})
         found = {}
@@ -239,8 +245,8 @@ class _Reload:
 
     def arrived(self, layer: Module) -> None:
         """Say that a layer that is held back is ready, if everything has come for it."""
-        calls = self.calls[layer]
-        if all(calls[name] >= number for name, number in self.expected(layer).items()):
+        calls: Mapping[str, int] = self.calls.get(layer, {})
+        if all(calls.get(name, 0) >= number for name, number in self.expected(layer).items()):
             self.ready = ref(layer)
 
     def is_ready(self, layer: Module) -> bool:
