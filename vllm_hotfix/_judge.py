@@ -77,7 +77,9 @@ def _judge(patch: Patch, sources: Sources, lock: Lock | LockError) -> Verdict:
     if released and version is not None and not oldest <= version <= newest:
         why = f"vLLM {version} is outside {oldest} to {newest}, and its code is not the known one: {names}"
         return Verdict(UNSUPPORTED, f"{why}; look for a newer vllm-hotfix", seen)
-    return Verdict(DRIFTED, f"not the code of any known release in vLLM {sources.version}: {names}", seen)
+    where = f"vLLM {sources.version or 'of unknown version'}"
+    why = f"{where} has code here that is not its release's, or not any known one's: {names}"
+    return Verdict(DRIFTED, f"{why}; install vLLM's own files again, or leave the patch off", seen)
 
 
 def _see(name: str, sources: Sources, lock: Lock) -> Seen:

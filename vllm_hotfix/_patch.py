@@ -177,8 +177,10 @@ def _read_list(
     variable: str, catalog: Mapping[str, Patch], environ: Mapping[str, str], problems: list[Problem]
 ) -> set[str]:
     names = {name.strip().lower() for name in environ.get(variable, "").split(",")} - {""}
+    if variable == DISABLE and names & {*_ON}:
+        return set(catalog)  # in a hurry
     for name in sorted(names - {"all", *catalog}):
-        problems.append(Problem(variable, f"there is no patch {name!r}; there are: {', '.join(catalog)}"))
+        problems.append(Problem(variable, f"there is no patch {name!r}; there are: all, {', '.join(catalog)}"))
     return set(catalog) if "all" in names else names & set(catalog)
 
 

@@ -155,14 +155,23 @@ RECORD = Record()
 os.register_at_fork(after_in_child=RECORD.after_fork)
 
 
+def folder_path() -> Path:
+    """Where the state files of this user's processes are, as this process's environment has it.
+
+    Raises:
+        OSError: there is no temporary folder.
+    """
+    # Absolute: the process may change its folder before it removes its file.
+    return Path(os.environ.get(STATE_DIR) or tempfile.gettempdir()).absolute() / f"vllm-hotfix-{os.getuid()}"
+
+
 def own_folder(*, create: bool = False) -> Path:
     """The folder of the state files, checked: a real folder of this user that nobody else can enter.
 
     Raises:
         OSError: it is not there, cannot be made, or is not like that.
     """
-    # Absolute: the process may change its folder before it removes its file.
-    folder = Path(os.environ.get(STATE_DIR) or tempfile.gettempdir()).absolute() / f"vllm-hotfix-{os.getuid()}"
+    folder = folder_path()
     if create:
         with suppress(FileExistsError):
             folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -22,7 +22,7 @@ from typing import Any
 
 from ._catalog import CATALOG
 from ._judge import Verdict, judge, parse_version
-from ._patch import ACTIVE, FAILED, FAULTS, NOT_NEEDED, OFF, READY, Gate, Patch, Problem, read_gates
+from ._patch import ACTIVE, FAILED, FAULTS, NOT_NEEDED, OFF, READY, STATE_DIR, Gate, Patch, Problem, read_gates
 from ._upstream import Lock, LockError, Sources
 
 WIDTH = 100
@@ -36,13 +36,14 @@ def report(*, imported: bool = False) -> dict[str, Any]:
 
     Returns:
         ``vllm`` (``version`` and ``location``, None where there is none), ``channels`` (``name``, ``installed``,
-        ``detail``), ``problems`` (lines of text) and ``patches`` (``name``, ``env``, ``gate``, ``state``, ``reason``,
-        ``upstream``, ``releases``, ``targets``), all of it JSON. A patch's ``targets`` come with ``name``,
-        ``fingerprint``, ``known`` and ``wrapped`` (None while the target is not imported, or where it is a helper
-        that is only relied on).
+        ``detail``), ``problems`` (lines of text), ``wrong_variables`` (names) and ``patches`` (``name``, ``env``,
+        ``gate``, ``state``, ``reason``, ``upstream``, ``releases``, ``targets``), all of it JSON. A patch's
+        ``targets`` come with ``name``, ``fingerprint``, ``known`` and ``wrapped`` (None while the target is not
+        imported, or where it is a helper that is only relied on).
     """
     sources = Sources()
     gates, problems = read_gates(CATALOG, os.environ)
+    wrong = list(dict.fromkeys(problem.variable for problem in problems))
     try:
         lock: Lock | LockError = Lock.load()
     except LockError as error:
@@ -57,7 +58,8 @@ def report(*, imported: bool = False) -> dict[str, Any]:
         "vllm": {"version": sources.version, "location": str(folder) if folder else None},
         "channels": channels(),
         "problems": [str(problem) for problem in problems],
-        "patches": [_describe(patch, gates[patch.name], judge(patch, sources, lock)) for patch in CATALOG],
+        "wrong_variables": wrong,
+        "patches": [_describe(patch, gates[patch.name], judge(patch, sources, lock), imported) for patch in CATALOG],
     }
 
 
@@ -75,7 +77,7 @@ def _import_targets(gates: Mapping[str, Gate]) -> list[Problem]:
     return problems
 
 
-def _describe(patch: Patch, gate: Gate, verdict: Verdict) -> dict[str, Any]:
+def _describe(patch: Patch, gate: Gate, verdict: Verdict, imported: bool) -> dict[str, Any]:
     state, reason = (verdict.state, verdict.reason) if gate.on else (OFF, gate.reason)
     hooks = sys.modules.get("vllm_hotfix._hooks")
     wraps: Mapping[str, Any] = {}
@@ -87,6 +89,8 @@ def _describe(patch: Patch, gate: Gate, verdict: Verdict) -> dict[str, Any]:
         state, reason = OFF, "undone by vllm_hotfix.deactivate()"
     elif gate.on and state == READY and "vllm" in sys.modules:
         state, reason = FAILED, "vLLM was imported and the patch was not applied; import vllm_hotfix earlier"
+    if imported and state == READY:
+        reason = "not all its modules could be imported here, see the problems; is this vLLM's interpreter?"
     targets = {target.name for target in patch.targets}
     return {
         "name": patch.name,
@@ -142,7 +146,9 @@ def channels() -> list[dict[str, Any]]:
         _channel(
             "plugin",
             "vllm.general_plugins: vllm_hotfix" if plugin and not left_out else None,
-            "left out by VLLM_PLUGINS" if left_out else "vllm-hotfix is not installed as a distribution",
+            "left out by VLLM_PLUGINS, add vllm_hotfix to it"
+            if left_out
+            else "vllm-hotfix is not installed as a distribution",
         ),
     ]
 
@@ -152,7 +158,9 @@ def _channel(name: str, found: str | None, otherwise: str) -> dict[str, Any]:
 
 
 def check(data: Mapping[str, Any], *, imported: bool) -> bool:
-    """Say whether every enabled patch is as it should be: no fault, and with ``--import`` at work or not needed."""
+    """Say whether no variable is wrong and no enabled patch at fault; with ``--import``, whether all are at work."""
+    if data["wrong_variables"]:
+        return False
     for patch in data["patches"]:
         state = patch["state"]
         if state in FAULTS or (imported and state not in (OFF, ACTIVE, NOT_NEEDED)):
@@ -199,20 +207,26 @@ def render(data: Mapping[str, Any]) -> list[str]:
         title = "channels" if number == 0 else ""
         sign = "yes" if channel["installed"] else "no "
         lines.append(f"{title:<9} {channel['name']:<14} {sign}  {channel['detail']}")
+    on = any(patch["state"] != OFF for patch in data["patches"])
+    if on and not any(channel["installed"] for channel in data["channels"]):
+        lines.append(
+            "note      no channel brings the patches into vLLM: install the package, or see sitecustomize above"
+        )
     lines += [f"problem   {_plain(problem)}" for problem in data["problems"]]
     return [*(part for line in lines for part in _fold(line, " " * 10)), "", *table(data["patches"])]
 
 
 def live_report() -> dict[str, Any]:
-    """What the running processes of this user say of themselves: ``processes`` and ``skipped`` (lines of text).
+    """What this user's running processes say of themselves: ``folder``, ``processes``, ``skipped`` (lines of text).
 
     Raises:
         OSError: the folder of the state files is there but cannot be used.
     """
-    from ._record import live
+    from ._record import folder_path, live
 
     found = list(live())
     return {
+        "folder": str(folder_path()),
         "processes": [one for one in found if not isinstance(one, str)],
         "skipped": [one for one in found if isinstance(one, str)],
     }
@@ -229,7 +243,11 @@ def render_live(data: Mapping[str, Any]) -> list[str]:
             counters = " ".join(f"{key}={value}" for key, value in process["counters"].get(name, {}).items())
             lines += _fold(f"    {name:<18} {patch['state']:<12} {counters or _plain(patch['reason'])}", " " * 36)
     lines += [part for one in data["skipped"] for part in _fold(_plain(one), "    ")]
-    return lines or ["no running process has written a state file"]
+    return lines or _fold(
+        f"no running process has written to {data['folder']}: none has a patch turned on, or it has another user, "
+        f"temporary folder or {STATE_DIR}",
+        "    ",
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:

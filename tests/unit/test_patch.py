@@ -150,7 +150,7 @@ def test_disable_wins_over_everything(value: str) -> None:
 def test_an_unknown_name_is_a_problem(variable: str, value: str) -> None:
     """One problem names the variable, the name and the names there are; the rest of the list counts."""
     (problem,) = problems_of(**{variable: value})
-    assert problem == f"{variable}: there is no patch 'frist'; there are: first, second, third"
+    assert problem == f"{variable}: there is no patch 'frist'; there are: all, first, second, third"
     assert ("first" in on(**{variable: value})) is (variable == "VLLM_HOTFIX_ENABLE" and value != "frist")
 
 

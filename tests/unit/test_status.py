@@ -247,7 +247,38 @@ def test_every_row_fits(fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize("form", ["--json", "--check"])
 def test_bytes_that_are_not_text_can_be_shown(house: Any, environ: dict[str, str], form: str) -> None:
     """A variable may hold any byte; it is shown, not a traceback."""
-    ask(house, form, PYTHONIOENCODING="utf-8", **environ)  # strict, as in most languages' locales
+    # strict, as in most languages' locales; and a wrong variable is what --check is there for
+    ask(house, form, code=int(form == "--check"), PYTHONIOENCODING="utf-8", **environ)
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"VLLM_HOTFIX_MARKS": "ture"},
+        {"VLLM_HOTFIX_MARK": "1"},
+        {"VLLM_HOTFIX_ENABLE": "mark"},
+        {"VLLM_HOTFIX_STRICT": "y"},
+    ],
+)
+def test_check_is_1_where_a_variable_is_wrong(house: Any, environ: dict[str, str]) -> None:
+    """STRICT would refuse to start with it, and whoever set it believes that a patch is on."""
+    ask(house, "--check", code=1, **environ)
+
+
+def test_disable_in_a_hurry(house: Any) -> None:
+    """``VLLM_HOTFIX_DISABLE=1`` turns everything off, as it is meant."""
+    lines = ask(house, **ON, VLLM_HOTFIX_DISABLE="1")
+    assert any(line.startswith("marks              off") for line in lines)
+
+
+def test_no_channel_is_noted(house: Any, tmp_path: Path) -> None:
+    """A folder on PYTHONPATH without its ``bootstrap``: known code, and nothing that would patch it."""
+    (tmp_path / "lone").mkdir()
+    for name in ("vllm", "vllm_hotfix", "wrapt", "packaging", "_vllm_hotfix.py"):
+        (tmp_path / "lone" / name).symlink_to(house.folder / name)
+    lines = ask(house, path=(tmp_path / "lone",), **ON)
+    assert any(line.startswith("note      no channel brings the patches into vLLM") for line in lines)
+    assert not any(line.startswith("note") for line in ask(house, path=(house.bootstrap,), **ON))
 
 
 def test_an_ascii_terminal_is_enough(house: Any) -> None:
@@ -328,7 +359,8 @@ def test_live_lists_running_processes(house: Any, tmp_path: Path) -> None:
         assert found["pid"] == process.pid
         assert found["patches"]["marks"]["state"] == "active"
         assert found["counters"] == {"marks": {"calls": 1}}
-    assert ask(house, "--live", TMPDIR=str(tmp_path)) == ["no running process has written a state file"]
+    (line, *_) = ask(house, "--live", TMPDIR=str(tmp_path))
+    assert line.startswith("no running process has written to")
 
 
 def test_live_shows_any_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
