@@ -16,7 +16,7 @@ from typing import Any
 
 import wrapt
 
-from _vllm_hotfix import FINDER, call, describe
+from _vllm_hotfix import FINDER, call, describe, strict
 
 from ._judge import Verdict, judge, parse_version
 from ._patch import (
@@ -33,7 +33,6 @@ from ._patch import (
     Problem,
     Target,
     own_variables,
-    read_flag,
 )
 from ._proxy import Proxy
 from ._record import RECORD, Entry, logger
@@ -231,7 +230,7 @@ class Activation:
             for problem in problems:
                 RECORD.problem(problem)
             new = [patch for patch in self.catalog if gates[patch.name].on and patch.name not in RECORD.entries]
-            for module in (_ENVS, *(_STRICT_SEAMS if read_flag(STRICT, os.environ) else ())):
+            for module in (_ENVS, *(_STRICT_SEAMS if strict() else ())):
                 when_ready(module, self._on_module)
             try:
                 if new:
@@ -268,7 +267,7 @@ class Activation:
             try:
                 if module.__name__ == _ENVS:
                     self._announce(module)
-                if module.__name__ in _STRICT_SEAMS and read_flag(STRICT, os.environ):
+                if module.__name__ in _STRICT_SEAMS and strict():
                     self._seam(f"{module.__name__}:{_STRICT_SEAMS[module.__name__]}", self._check_after)
             except Exception as error:
                 RECORD.problem(Problem(module.__name__, f"could not be made to know this package: {describe(error)}"))
@@ -358,7 +357,7 @@ class Activation:
         Raises:
             HotfixError: with the name, the variable and the reason of each.
         """
-        if not read_flag(STRICT, os.environ):
+        if not strict():
             return
         states = {patch.name: state_of(patch) for patch in self.catalog if patch.name in RECORD.entries}
         faults = [

@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 
 from packaging.version import InvalidVersion, Version
 
+from _vllm_hotfix import describe
+
 from ._patch import DRIFTED, FAILED, NOT_NEEDED, READY, UNSUPPORTED, Patch
 from ._upstream import ABSENT, Lock, LockError, Source, Sources
 
@@ -46,7 +48,7 @@ def judge(patch: Patch, sources: Sources, lock: Lock | LockError) -> Verdict:
     try:
         return _judge(patch, sources, lock)
     except Exception as error:
-        return Verdict(FAILED, f"its sources could not be checked: {type(error).__name__}: {error}")
+        return Verdict(FAILED, f"its sources could not be checked: {describe(error)}")
 
 
 def _judge(patch: Patch, sources: Sources, lock: Lock | LockError) -> Verdict:

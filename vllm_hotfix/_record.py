@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from _vllm_hotfix import describe
+
 from ._patch import ACTIVE, FAILED, OFF, STATE_DIR, Problem
 
 if TYPE_CHECKING:
@@ -98,7 +100,7 @@ class Record:
             if self.entries:
                 self._save()
         except Exception as error:
-            reason = f"no state file, so status --live will not show this process: {type(error).__name__}: {error}"
+            reason = f"no state file, so status --live will not show this process: {describe(error)}"
             if configured := os.environ.get(STATE_DIR):
                 self.problem(Problem(STATE_DIR, f"{configured}: {reason}"))
             else:
@@ -211,7 +213,7 @@ def live() -> Iterator[dict[str, Any] | str]:
         except FileNotFoundError:
             continue  # removed meanwhile
         except Exception as error:
-            yield f"{path}: skipped, not readable as a state file ({type(error).__name__}: {error})"
+            yield f"{path}: skipped, not readable as a state file ({describe(error)})"
             continue
         if state["namespace"] != _namespace():
             yield f"{path}: skipped, of another container (PID namespace)"

@@ -20,6 +20,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from _vllm_hotfix import describe
+
 from ._catalog import CATALOG
 from ._judge import Verdict, judge, parse_version
 from ._patch import ACTIVE, FAILED, FAULTS, NOT_NEEDED, OFF, READY, STATE_DIR, Gate, Patch, Problem, read_gates
@@ -73,7 +75,7 @@ def _import_targets(gates: Mapping[str, Gate]) -> list[Problem]:
             with contextlib.redirect_stdout(sys.stderr):
                 importlib.import_module(module)
         except Exception as error:
-            problems.append(Problem(module, f"cannot be imported: {type(error).__name__}: {error}"))
+            problems.append(Problem(module, f"cannot be imported: {describe(error)}"))
     return problems
 
 

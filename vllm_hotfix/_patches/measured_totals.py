@@ -29,6 +29,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
+from _vllm_hotfix import describe
+
 from .._patch import Patch, Target
 from .._proxy import Proxy
 from .._record import RECORD, logger
@@ -407,4 +409,4 @@ def _forget(model: Module) -> None:
 
 
 def _warn(what: str, error: Exception) -> None:
-    RECORD.warn(f"{PATCH.name}: {what}: {type(error).__name__}: {error}")
+    RECORD.warn(f"{PATCH.name}: {what}: {describe(error)}")
