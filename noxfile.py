@@ -13,7 +13,7 @@ from nox.command import CommandFailed
 ROOT = Path(__file__).parent
 sys.path.insert(0, str(ROOT / "tests"))
 
-from releases import DEFAULT, RELEASES, newer, sources  # noqa: E402
+from releases import DEFAULT, RELEASES, STREAMERS, newer, sources, streamer  # noqa: E402
 
 nox.needs_version = ">=2025.5.1"
 nox.options.sessions = ["lint", "unit", "upstream", "engine"]
@@ -93,9 +93,10 @@ def demo(session: nox.Session) -> None:
 
 @nox.session
 def lock(session: nox.Session) -> None:
-    """Rewrite upstream.lock from the wheels of every release, newer ones included."""
+    """Rewrite upstream.lock from the wheels of every release, newer ones of vLLM included."""
     session.install("wrapt>=2,<3", "packaging")
     folders = [f"{version}={sources(version)}" for version in (*RELEASES, *newer())]
+    folders += [f"runai_model_streamer=={version}={streamer(version)}" for version in STREAMERS]
     session.run("python", "tools/lock.py", *folders, env={"PYTHONPATH": str(ROOT)})
 
 

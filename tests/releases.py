@@ -1,4 +1,4 @@
-"""The vLLM releases that the tests know, and their real sources.
+"""The releases of vLLM and of the Run:ai streamer that the tests know, and their real files.
 
 `python tests/releases.py [VERSION | default | all | newer]...` fetches ahead of time.
 """
@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 RELEASES = (
@@ -36,12 +37,16 @@ RELEASES = (
 )
 """Every release whose functions the lock file was made from, oldest first."""
 
+STREAMERS = ("0.15.7", "0.16.1", "0.17.1")
+"""Every release of the Run:ai streamer whose functions the lock file was made from, oldest first."""
+
 DEFAULT = ("0.20.2", "0.22.1", "0.24.0", "0.26.0", "0.28.0", "0.30.0", "0.33.0")
 """What the tests run against unless told otherwise: between them, nearly every body a target has had."""
 
 # The Python files are the same on every platform and Python, so one kind of wheel is asked for everywhere.
 _WHEEL = ["--only-binary=:all:", "--implementation=cp", "--python-version=3.12"] + [
-    f"--platform={tag}_x86_64" for tag in ("manylinux_2_35", "manylinux_2_28", "manylinux_2_24", "manylinux1")
+    f"--platform={tag}_x86_64"
+    for tag in ("manylinux_2_35", "manylinux_2_28", "manylinux_2_24", "manylinux2014", "manylinux1")
 ]
 # What importing a module can need. METADATA makes the folder an installed release to importlib.metadata.
 _WANTED = re.compile(r"vllm/.*\.(py|json)|vllm-[^/]*\.dist-info/METADATA")
@@ -73,20 +78,49 @@ def sources(version: str) -> Path:
     Raises:
         RuntimeError: pip found no such wheel, or what it found holds no vLLM.
     """
-    cache = _cache()
-    home = cache / version
-    # The name appears in one rename, once everything is inside.
-    if home.is_dir():
-        return home
-    cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{version}-", dir=cache) as temporary:
-        downloads, tree = Path(temporary, "wheel"), Path(temporary, "tree")
+
+    def unpack(tree: Path) -> None:
+        downloads = tree.with_name("wheel")
         _pip("download", "--quiet", "--no-deps", f"--dest={downloads}", *_WHEEL, f"vllm=={version}")
         (wheel,) = downloads.glob("vllm-*.whl")
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(tree, [name for name in archive.namelist() if _WANTED.fullmatch(name)])
         if not (tree / "vllm/__init__.py").is_file():
             raise RuntimeError(f"{wheel.name} holds no vllm/__init__.py")
+
+    return _kept(version, unpack)
+
+
+def streamer(version: str) -> Path:
+    """A folder with that release of `runai_model_streamer` as pip installs it on x86-64, fetched once and kept.
+
+    Its compiled library is there: the tests run it.
+
+    Args:
+        version: A release as the index writes it, `0.17.1`.
+
+    Raises:
+        RuntimeError: pip found no such wheel.
+    """
+
+    def install(tree: Path) -> None:
+        wanted = f"runai-model-streamer=={version}"
+        _pip("install", "--quiet", "--no-deps", "--no-compile", f"--target={tree}", *_WHEEL, wanted)
+
+    return _kept(f"runai_model_streamer-{version}", install)
+
+
+def _kept(name: str, make: Callable[[Path], None]) -> Path:
+    """The folder of that name in the cache; `make` makes it if it is not there."""
+    cache = _cache()
+    home = cache / name
+    # The name appears in one rename, once everything is inside.
+    if home.is_dir():
+        return home
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=cache) as temporary:
+        tree = Path(temporary, "tree")
+        make(tree)
         try:
             tree.rename(home)
         except OSError:

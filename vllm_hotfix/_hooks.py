@@ -250,16 +250,13 @@ class Activation:
             RECORD.problem(Problem(", ".join(variables), reason))
         for patch in patches:
             verdict = judge(patch, sources, lock)
-            RECORD.entries[patch.name] = Entry(verdict.state, verdict.reason, verdict)
-            if verdict.state == READY:
-                self._hook(patch, verdict)
-            elif verdict.state in FAULTS:
+            hooked = verdict.state == READY or verdict.foreign
+            RECORD.entries[patch.name] = Entry(verdict.state, verdict.reason, verdict, hooked)
+            if verdict.state in FAULTS:
                 self._say(patch)
-
-    def _hook(self, patch: Patch, verdict: Verdict) -> None:
-        for module in dict.fromkeys(target.name.partition(":")[0] for target in patch.targets):
-            if any(verdict.source(t.name) for t in patch.targets if t.name.startswith(module + ":")):
-                when_ready(module, self._on_module)
+            if hooked:
+                for module in dict.fromkeys(target.name.partition(":")[0] for target in _wanted(patch, verdict)):
+                    when_ready(module, self._on_module)
 
     def _on_module(self, module: ModuleType) -> None:
         """Wrap what the enabled patches want of a module that is now imported (again)."""
@@ -273,7 +270,7 @@ class Activation:
                 RECORD.problem(Problem(module.__name__, f"could not be made to know this package: {describe(error)}"))
             for patch in self.catalog:
                 entry = RECORD.entries.get(patch.name)
-                if entry is not None and entry.state in (READY, ACTIVE):
+                if entry is not None and entry.hooked:
                     try:
                         self._wrap(patch, entry, module.__name__)
                     except Exception as error:
@@ -282,7 +279,7 @@ class Activation:
 
     def _wrap(self, patch: Patch, entry: Entry, module: str) -> None:
         assert entry.verdict is not None
-        wanted = [target for target in patch.targets if entry.verdict.source(target.name)]
+        wanted = _wanted(patch, entry.verdict)
         mine = [target for target in wanted if target.name.partition(":")[0] == module]
         if not mine:
             return
@@ -296,6 +293,8 @@ class Activation:
         dead = [target.name for target in mine if not entry.wraps[target.name].alive]
         if dead:
             raise Drift(f"wrapped, but its place holds something else: {', '.join(dead)}")
+        if entry.verdict.foreign:
+            return  # the patch is not at work, only its settings are understood
         if missing:
             entry.reason = f"waits for the import of {', '.join(missing)}"
         elif entry.state != ACTIVE:
@@ -311,6 +310,7 @@ class Activation:
         """All or nothing: a patch that is half there is not one."""
         entry = RECORD.entries.setdefault(patch.name, Entry())
         entry.undo()
+        entry.hooked = False
         entry.state, entry.reason = (DRIFTED, str(error)) if isinstance(error, Drift) else (FAILED, describe(error))
         self._say(patch)
 
@@ -397,6 +397,12 @@ class Activation:
             RECORD.problems.clear()
             RECORD.undone = True
             RECORD.remove()
+
+
+def _wanted(patch: Patch, verdict: Verdict) -> list[Target]:
+    """The targets to wrap, of those that this release has: only the ``always`` ones under a foreign verdict."""
+    there = [target for target in patch.targets if verdict.source(target.name)]
+    return [target for target in there if target.always] if verdict.foreign else there
 
 
 def load_lock() -> Lock | LockError:

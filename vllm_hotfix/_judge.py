@@ -1,4 +1,7 @@
-"""Whether a patch fits the vLLM that is installed: the fingerprint decides, release ranges explain."""
+"""Whether a patch fits the vLLM and the packages beside it that are installed.
+
+The fingerprint decides, release ranges explain.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,9 @@ from packaging.version import InvalidVersion, Version
 from _vllm_hotfix import describe
 
 from ._patch import DRIFTED, FAILED, NOT_NEEDED, READY, UNSUPPORTED, Patch
-from ._upstream import ABSENT, Lock, LockError, Source, Sources
+from ._upstream import ABSENT, Lock, LockError, Source, Sources, package_of
+
+_TITLES = {"runai_model_streamer": "Run:ai streamer (runai_model_streamer)"}
 
 
 @dataclass(frozen=True)
@@ -21,14 +26,23 @@ class Seen:
     known: bool
     source: Source | None
 
+    @property
+    def package(self) -> str:
+        """The top-level package that it is of."""
+        return package_of(self.name)
+
 
 @dataclass(frozen=True)
 class Verdict:
-    """A patch's state before anything is wrapped (ready, not-needed, unsupported, drifted, failed), and why."""
+    """A patch's state before anything is wrapped (ready, not-needed, unsupported, drifted, failed), and why.
+
+    ``foreign`` says that it is unsupported or drifted only because of a package beside vLLM.
+    """
 
     state: str
     reason: str
     seen: tuple[Seen, ...] = ()
+    foreign: bool = False
 
     def source(self, target: str) -> Source | None:
         """Where the source of one of the patch's names was found."""
@@ -56,9 +70,24 @@ def _judge(patch: Patch, sources: Sources, lock: Lock | LockError) -> Verdict:
         return Verdict(FAILED, str(lock))
     if sources.package("vllm") is None:
         return Verdict(UNSUPPORTED, "no vLLM is installed in this environment")
+    seen = tuple(_see(name, sources, lock) for name in patch.known_names)
+    verdict = _judge_vllm(patch, tuple(one for one in seen if one.package == "vllm"), sources, lock)
+    beside = tuple(one for one in seen if one.package != "vllm")
+    verdict = replace(verdict, seen=verdict.seen + beside)
+    if verdict.state != READY:
+        return verdict
+    other = _judge_beside(patch, verdict, sources, lock)
+    targets = seen[: len(patch.targets)]
+    if all(one.source is None for one in targets) and (other is None or not {*targets} & {*beside}):
+        reason = f"vLLM {sources.version} has none of the functions that it patches"
+        return replace(verdict, state=NOT_NEEDED, reason=reason)
+    return other or verdict
+
+
+def _judge_vllm(patch: Patch, seen: tuple[Seen, ...], sources: Sources, lock: Lock) -> Verdict:
+    """Judge a patch by the names that are vLLM's."""
     version = parse_version(sources.version)
     released = version is not None and not version.is_devrelease and version.local is None
-    seen = tuple(_see(name, sources, lock) for name in patch.known_names)
     if patch.fixed_in is not None:
         if released and version is not None and version >= Version(patch.fixed_in):
             return Verdict(NOT_NEEDED, f"vLLM {version} has the fix (since {patch.fixed_in})", seen)
@@ -70,11 +99,9 @@ def _judge(patch: Patch, sources: Sources, lock: Lock | LockError) -> Verdict:
     else:
         seen = tuple(replace(one, known=one.known and _may_be_absent(one, seen, lock)) for one in seen)
     unknown = [one for one in seen if not one.known]
-    if not unknown and all(one.source is None for one in seen[: len(patch.targets)]):
-        return Verdict(NOT_NEEDED, f"vLLM {sources.version} has none of the functions that it patches", seen)
     if not unknown:
         return Verdict(READY, "known code, patched as soon as it is imported", seen)
-    names = ", ".join(one.name + (" (not there)" if one.fingerprint == ABSENT else "") for one in unknown)
+    names = _listed(unknown)
     oldest, newest = (Version(release) for release in (lock.releases[0], lock.releases[-1]))
     if released and version is not None and not oldest <= version <= newest:
         why = f"vLLM {version} is outside {oldest} to {newest}, and its code is not the known one: {names}"
@@ -82,6 +109,39 @@ def _judge(patch: Patch, sources: Sources, lock: Lock | LockError) -> Verdict:
     where = f"vLLM {sources.version or 'of unknown version'}"
     why = f"{where} has code here that is not its release's, or not any known one's: {names}"
     return Verdict(DRIFTED, f"{why}; install vLLM's own files again, or leave the patch off", seen)
+
+
+def _judge_beside(patch: Patch, verdict: Verdict, sources: Sources, lock: Lock) -> Verdict | None:
+    """What is against a patch in a package beside vLLM: it is not there, or no known release has all its code.
+
+    None if there is nothing.
+    """
+    for package in dict.fromkeys(one.package for one in verdict.seen if one.package != "vllm"):
+        title = _TITLES.get(package, package)
+        if sources.package(package) is None:
+            return replace(verdict, state=NOT_NEEDED, reason=f"no {title} is installed, so there is nothing to patch")
+        releases = lock.packages.get(package, ())
+        names = [one for one in verdict.seen if one.package == package]
+        other = {r: [one for one in names if r not in lock.releases_of(one.name, one.fingerprint)] for r in releases}
+        if not all(other.values()):
+            continue
+        version = sources.version_of(package)
+        if version in releases:
+            state, differ, why = DRIFTED, other[version], f"{title} {version} has code here that is not its release's"
+        else:
+            # Compared with the release that it is nearest to, the newest of them.
+            state, differ = UNSUPPORTED, min(reversed(other.values()), key=len, default=names)
+            why = f"{title} {version or 'of unknown version'} is not a known release, nor is its code that of one"
+        why = f"{why}: {_listed(differ)}; install one of {', '.join(releases)}, or leave the patch off"
+        if any(target.always for target in patch.targets):
+            why += "; until then its settings are understood and do nothing"
+        seen = tuple(replace(one, known=one.known and one not in differ) for one in verdict.seen)
+        return Verdict(state, why, seen, foreign=True)
+    return None
+
+
+def _listed(names: list[Seen]) -> str:
+    return ", ".join(one.name + (" (not there)" if one.fingerprint == ABSENT else "") for one in names)
 
 
 def _see(name: str, sources: Sources, lock: Lock) -> Seen:

@@ -11,7 +11,7 @@ from _vllm_hotfix import ALIASES
 OFF: Final = "off"  #: no gate
 READY: Final = "ready"  #: gate on, source known, not every target imported yet
 ACTIVE: Final = "active"  #: the live objects are wrapped
-NOT_NEEDED: Final = "not-needed"  #: this release has the fix
+NOT_NEEDED: Final = "not-needed"  #: this release has the fix, or what the fix is for is not installed
 UNSUPPORTED: Final = "unsupported"  #: a vLLM or streamer outside what is known
 DRIFTED: Final = "drifted"  #: source unknown to the lock
 FAILED: Final = "failed"  #: an exception, in the reason
@@ -35,18 +35,20 @@ class HotfixError(RuntimeError):
 
 @dataclass(frozen=True)
 class Target:
-    """A function of vLLM that a patch wraps.
+    """A function, of vLLM or of a package beside it, that a patch wraps.
 
     Attributes:
         name: ``module:qualified.name``.
         wrapper: name of the function in the patch's module that wraps it, with wrapt's signature
             ``(wrapped, instance, args, kwargs)``.
         keep: modules whose own name for the function stays the stock one.
+        always: wrapped also where a package beside vLLM is not known, so that the patch's settings stay understood.
     """
 
     name: str
     wrapper: str
     keep: tuple[str, ...] = ()
+    always: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,8 @@ class Patch:
         upstream: the thread that fixes it there.
         targets: what it wraps, in the order of wrapping. In a release where one does not exist, and the lock
             says so, it is left out.
-        relies: functions and classes of vLLM that the wrappers call or look into; they must be known too.
+        relies: functions and classes, of vLLM or of packages beside it, that the wrappers call or look into; they must
+            be known too.
         aliases: upstream's own names for the gate.
         values: values of the gate that are accepted besides those for on and off, and mean on.
         requires: names of patches that this one turns on with it.

@@ -44,6 +44,8 @@ class Entry:
     state: str = OFF
     reason: str = ""
     verdict: Verdict | None = None
+    #: Whether its targets are wrapped as they are imported.
+    hooked: bool = False
     wraps: dict[str, Wrap] = field(default_factory=dict)
     #: Wraps of modules that have been executed again since.
     retired: list[Wrap] = field(default_factory=list)

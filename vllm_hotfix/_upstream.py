@@ -1,4 +1,4 @@
-"""The installed vLLM without importing it: where it is, its version, a function's source and fingerprint.
+"""The installed vLLM, and packages beside it, without importing them: where, which version, a function's fingerprint.
 
 A fingerprint is the SHA-256 of a function's source text, dedented, without comments, docstrings, blank lines
 and trailing blanks. It hashes text, not ``ast.dump``, ``ast.unparse`` or tokens, so every Python gives the
@@ -91,6 +91,16 @@ class Sources:
         )
         return match[1] if match else None
 
+    def version_of(self, package: str) -> str | None:
+        """The version of a package as the ``.dist-info`` folder beside it is named, None if there is not one such."""
+        folder = self.package(package)
+        found = set()
+        for info in folder.parent.glob("*.dist-info") if folder else ():
+            name, _, version = info.name.removesuffix(".dist-info").rpartition("-")
+            if re.sub(r"[-_.]+", "_", name).lower() == package.lower():
+                found.add(version)
+        return found.pop() if len(found) == 1 else None  # an upgrade may have left an older one
+
     def module(self, name: str) -> Path | None:
         """The file of a module, by its dotted name, or None."""
         top, *rest = name.split(".")
@@ -131,6 +141,11 @@ class Sources:
                 text = stream.read()
             self._files[file] = text, _parse(text)
         return self._files[file]
+
+
+def package_of(name: str) -> str:
+    """The top-level package of a module or of ``module:qualified.name``."""
+    return re.split("[.:]", name, maxsplit=1)[0]
 
 
 def fingerprint(text: str, qualname: str) -> str:
@@ -246,7 +261,9 @@ def _comments_and_literals(block: list[str], *, indented: bool) -> tuple[dict[in
 
 
 class Lock:
-    """What is known: target -> fingerprint -> releases, read from ``upstream.lock``.
+    """What is known: target -> fingerprint -> releases of the target's package, read from ``upstream.lock``.
+
+    ``releases`` are vLLM's, ``packages`` has those of every package, vLLM among them.
 
     Raises:
         LockError: the file is missing, cut short or not a lock file.
@@ -262,9 +279,14 @@ class Lock:
                 for target, known in data["targets"].items()
             }
             self.releases: tuple[str, ...] = tuple(data["releases"].split())
-            named = {release for known in self.targets.values() for releases in known.values() for release in releases}
-            if not self.releases or not all(map(_RELEASE.fullmatch, self.releases)) or not named <= {*self.releases}:
-                raise ValueError("its releases are not what they should be")
+            beside = {package: tuple(releases.split()) for package, releases in data["packages"].items()}
+            self.packages: Mapping[str, tuple[str, ...]] = {**beside, "vllm": self.releases}
+            for package, releases in self.packages.items():
+                if not releases or not all(map(_RELEASE.fullmatch, releases)):
+                    raise ValueError(f"the releases of {package} are not what they should be")
+            for target, known in self.targets.items():
+                if not {release for some in known.values() for release in some} <= {*self.packages[package_of(target)]}:
+                    raise ValueError(f"{target} has releases that its package does not have")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise LockError(
                 f"{LOCK} is damaged ({type(error).__name__}: {error}); install vllm-hotfix again"
@@ -287,13 +309,18 @@ class Lock:
         return self.targets.get(target, {}).get(mark, ())
 
     @staticmethod
-    def dump(releases: list[str], targets: Mapping[str, Mapping[str, list[str]]]) -> str:
+    def dump(
+        releases: list[str],
+        targets: Mapping[str, Mapping[str, list[str]]],
+        packages: Mapping[str, list[str]] | None = None,
+    ) -> str:
         """The file's text: one line per target and fingerprint, so that its diff can be read."""
         return (
             json.dumps(
                 {
                     "format": _FORMAT,
                     "releases": " ".join(releases),
+                    "packages": {package: " ".join(some) for package, some in sorted((packages or {}).items())},
                     "targets": {
                         target: {mark: " ".join(known) for mark, known in marks.items()}
                         for target, marks in sorted(targets.items())

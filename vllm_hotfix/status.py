@@ -25,7 +25,7 @@ from _vllm_hotfix import describe
 from ._catalog import CATALOG
 from ._judge import Verdict, judge, parse_version
 from ._patch import ACTIVE, FAILED, FAULTS, NOT_NEEDED, OFF, READY, STATE_DIR, Gate, Patch, Problem, read_gates
-from ._upstream import Lock, LockError, Sources
+from ._upstream import Lock, LockError, Sources, package_of
 
 WIDTH = 100
 
@@ -55,7 +55,7 @@ def report(*, imported: bool = False) -> dict[str, Any]:
     if folder is not None and parse_version(sources.version) is None:
         problems.append(Problem("vLLM", f"its version {sources.version!r} is not understood; its code alone decides"))
     if imported and folder is not None:
-        problems += _import_targets(gates)
+        problems += _import_targets(gates, sources)
     return {
         "vllm": {"version": sources.version, "location": str(folder) if folder else None},
         "channels": channels(),
@@ -65,11 +65,13 @@ def report(*, imported: bool = False) -> dict[str, Any]:
     }
 
 
-def _import_targets(gates: Mapping[str, Gate]) -> list[Problem]:
-    """Import the modules of the enabled patches' targets, as an engine would."""
+def _import_targets(gates: Mapping[str, Gate], sources: Sources) -> list[Problem]:
+    """Import the modules of the enabled patches' targets, as an engine would, where their package is installed."""
     problems = []
     modules = [target.name.partition(":")[0] for patch in CATALOG if gates[patch.name].on for target in patch.targets]
     for module in dict.fromkeys(modules):
+        if sources.package(package_of(module)) is None:
+            continue
         try:
             # vLLM logs to stdout, where only the status belongs.
             with contextlib.redirect_stdout(sys.stderr):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from textwrap import dedent
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import pytest
@@ -23,9 +23,9 @@ import wrapt
 import _vllm_hotfix
 from vllm_hotfix import HotfixError, _hooks
 from vllm_hotfix._hooks import Activation, Drift, Wrap, state_of, when_ready
-from vllm_hotfix._patch import ACTIVE, DRIFTED, FAILED, OFF, READY, Patch, Target, read_gates
+from vllm_hotfix._patch import ACTIVE, DRIFTED, FAILED, OFF, READY, UNSUPPORTED, Patch, Target, read_gates
 from vllm_hotfix._record import RECORD, live
-from vllm_hotfix._upstream import Lock, Sources, fingerprint
+from vllm_hotfix._upstream import ABSENT, Lock, Sources, fingerprint
 
 Load = Callable[..., Any]
 pytestmark = pytest.mark.usefixtures("lock_free")
@@ -960,3 +960,122 @@ def test_counters_and_entries_go_with_deactivation(vllm: Any, activation: Any) -
     active.deactivate()
     assert not RECORD.entries
     assert not RECORD.problems
+
+
+# A package beside vLLM.
+
+
+BESIDE = Patch(
+    "beside",
+    "VLLM_HOTFIX_BESIDE",
+    "fault",
+    "x#3",
+    (
+        Target("vllm.a:f", "mark", always=True),
+        Target("vllm.b:C.g", "mark"),
+        Target("vllm.b:gone", "mark", always=True),
+    ),
+    relies=("beside.m:f",),
+)
+
+
+@pytest.fixture
+def beside(vllm: Any, write: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Write a package beside vLLM, whose code the lock knows or not, and activate a patch that relies on it."""
+    active = Activation((BESIDE,))
+    module: Any = ModuleType("vllm_hotfix._patches.beside")
+    module.mark = mark
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+    def activate(*, known: bool, **environ: str) -> Activation:
+        text = "def f():\n    return []\n"
+        targets = {name: {one: list(some) for one, some in old.items()} for name, old in Lock.load().targets.items()}
+        targets["vllm.b:gone"] = {ABSENT: ["1.0"]}
+        targets["beside.m:f"] = {fingerprint(text, "f"): ["2.0"]}
+        lock = Lock(Lock.dump(["1.0"], targets, {"beside": ["2.0"]}))
+        monkeypatch.setattr(Lock, "load", classmethod(lambda cls: lock))
+        write({"beside/__init__.py": "", "beside/m.py": text if known else text.replace("[]", "[1]")})
+        importlib.invalidate_caches()
+        for name, value in {"VLLM_HOTFIX_BESIDE": "1", **environ}.items():
+            monkeypatch.setenv(name, value)
+        active.activate(*read_gates(active.catalog, os.environ))
+        return active
+
+    yield activate
+    active.deactivate()
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_beside_an_unknown_package_only_the_settings_are_kept(vllm: Any, beside: Any, logged: Any, early: bool) -> None:
+    """The ``always`` targets are wrapped, the others are stock; the state stays, with one warning; all is undone."""
+    if early:
+        vllm("b")
+    active = beside(known=False)
+    a, b = vllm("a"), vllm("b")
+    assert a.f() == b.f() == ["stock", "patched"]
+    assert type(vars(b.C)["g"]) is FunctionType
+    assert b.C().g() == ["stock"]
+    state, reason = state_of(BESIDE)
+    assert state == UNSUPPORTED
+    assert "beside.m:f" in reason
+    assert [wrap.name for wrap in RECORD.entries["beside"].wraps.values()] == ["vllm.a:f"]
+    (warning,) = logged()
+    assert "beside (VLLM_HOTFIX_BESIDE) is unsupported, stock vLLM runs: beside of unknown version" in warning
+    active.deactivate()
+    assert a.f() == b.f() == ["stock"]
+    assert type(a.f) is type(b.f) is FunctionType
+
+
+def test_beside_a_known_package_all_is_wrapped(vllm: Any, beside: Any) -> None:
+    """``always`` makes no difference there."""
+    beside(known=True)
+    assert vllm("a").f() == vllm("b").C().g() == ["stock", "patched"]
+    assert state_of(BESIDE) == (ACTIVE, "2 functions wrapped")
+
+
+def test_an_unknown_vllm_is_left_alone_beside_an_unknown_package(
+    vllm: Any, beside: Any, tmp_path: Path, logged: Any
+) -> None:
+    """Where vLLM's own code is not known, nothing is wrapped, ``always`` or not."""
+    (tmp_path / "vllm/b.py").write_text("from vllm.a import f\nclass C:\n    def g(self):\n        return []\n")
+    beside(known=False)
+    assert vllm("a").f() == vllm("b").f() == ["stock"]
+    assert state_of(BESIDE)[0] == DRIFTED
+    assert len(logged()) == 1
+
+
+def test_strict_refuses_beside_an_unknown_package(vllm: Any, beside: Any) -> None:
+    """Settings that are understood are not a patch that is at work."""
+    active = beside(known=False, VLLM_HOTFIX_STRICT="1")
+    vllm("b")
+    with pytest.raises(HotfixError, match=r"beside \(VLLM_HOTFIX_BESIDE\) is unsupported: .*beside\.m:f"):
+        active.check_strict()
+
+
+def test_a_reloaded_module_keeps_its_settings(vllm: Any, beside: Any) -> None:
+    """As with an active patch, a reload is wrapped again, and the state stays."""
+    beside(known=False)
+    importlib.reload(vllm("a"))
+    assert vllm("a").f() == ["stock", "patched"]
+    assert state_of(BESIDE)[0] == UNSUPPORTED
+
+
+@pytest.mark.parametrize(("fault", "state"), [("replaced", DRIFTED), ("broken", FAILED)])
+def test_settings_that_cannot_be_kept_are_a_fault_of_their_own(
+    vllm: Any, beside: Any, monkeypatch: pytest.MonkeyPatch, logged: Any, fault: str, state: str
+) -> None:
+    """It is said with its reason, and nothing more is tried when the module comes again."""
+    if fault == "replaced":
+        vllm("a").f = lambda: ["replaced"]
+    else:
+        monkeypatch.delattr(sys.modules["vllm_hotfix._patches.beside"], "mark")
+    beside(known=False)
+    a = vllm("a")
+    assert state_of(BESIDE)[0] == state
+    assert fault in state_of(BESIDE)[1] or "mark" in state_of(BESIDE)[1]
+    assert not RECORD.entries["beside"].wraps
+    monkeypatch.setattr(sys.modules["vllm_hotfix._patches.beside"], "mark", mark, raising=False)
+    importlib.reload(a)
+    assert a.f() == ["stock"]
+    assert state_of(BESIDE)[0] == state
+    assert len(logged()) == 2

@@ -20,6 +20,22 @@ HELPER = "def helper():\n    return 0\n"
 MARKS = {name: fingerprint(text, "f") for name, text in [("old", OLD), ("new", NEW), ("fixed", FIXED)]}
 
 
+S = "runai_model_streamer"
+STREAMER_0_1 = "def open():\n    return 1\n\ndef read():\n    return 1\n"
+STREAMER_0_2 = "def open():\n    return 1\n\ndef read():\n    return 2\n"
+STREAMER_0_3 = "def open():\n    return 3\n"
+
+
+def streamer_lock() -> Lock:
+    """A lock of one vLLM and of three streamers, the last of which has no ``read`` any more."""
+    known: dict[str, dict[str, list[str]]] = {"vllm.m:f": {MARKS["old"]: ["1.0"]}}
+    for release, text in [("0.1", STREAMER_0_1), ("0.2", STREAMER_0_2), ("0.3", STREAMER_0_3)]:
+        for name in ("open", "read"):
+            marks = known.setdefault(f"{S}.m:{name}", {})
+            marks.setdefault(fingerprint(text, name), []).append(release)
+    return Lock(Lock.dump(["1.0"], known, {S: ["0.1", "0.2", "0.3"]}))
+
+
 def lock_of(**targets: dict[str, list[str]]) -> Lock:
     """A lock of releases 1.0 to 1.3 whose ``f`` changes in 1.1 and is fixed in 1.2."""
     known = {"vllm.m:f": {MARKS["old"]: ["1.0"], MARKS["new"]: ["1.1"], MARKS["fixed"]: ["1.2", "1.3"]}}
@@ -222,6 +238,142 @@ def test_a_damaged_lock_is_failed(sources: Any) -> None:
 def test_a_lock_that_does_not_know_the_patch_is_drifted(sources: Any) -> None:
     """A lock of another version of this package knows other targets: nothing is patched by it."""
     assert judge(patch(), sources("1.0", OLD + HELPER), Lock(Lock.dump(["1.0"], {}))).state == DRIFTED
+
+
+# A package beside vLLM.
+
+
+BESIDE: dict[str, Any] = {"relies": (f"{S}.m:open", f"{S}.m:read")}
+
+
+@pytest.fixture
+def streamer(tmp_path: Path) -> Any:
+    """Write a streamer of a version (None: with no metadata) and with a module ``m``."""
+
+    def streamer(version: str | None, text: str) -> None:
+        (tmp_path / S).mkdir()
+        (tmp_path / S / "__init__.py").touch()
+        (tmp_path / S / "m.py").write_text(text, "utf-8")
+        if version is not None:
+            (tmp_path / f"{S}-{version}.dist-info").mkdir()
+
+    return streamer
+
+
+def test_no_package_beside_is_not_needed(sources: Any) -> None:
+    """Where the package is not installed there is nothing that could go wrong with it."""
+    verdict = judge(patch(**BESIDE), sources("1.0", OLD), streamer_lock())
+    assert verdict.state == NOT_NEEDED
+    assert verdict.reason == "no Run:ai streamer (runai_model_streamer) is installed, so there is nothing to patch"
+    assert not verdict.foreign
+
+
+@pytest.mark.parametrize("version", ["0.1", "0.2", "0.9", None])
+@pytest.mark.parametrize("vllm", ["1.0", "1.1.dev1", "1.0+vendor"])
+@pytest.mark.parametrize("text", [STREAMER_0_1, STREAMER_0_2, STREAMER_0_3])
+def test_known_code_beside_is_ready(sources: Any, streamer: Any, version: str | None, vllm: str, text: str) -> None:
+    """One release has all names as they are, an absent one included, whatever the version says; under any vLLM."""
+    streamer(version, text)
+    verdict = judge(patch(**BESIDE), sources(vllm, OLD), streamer_lock())
+    assert (verdict.state, verdict.foreign) == (READY, False)
+    assert [(one.name, one.known) for one in verdict.seen] == [(name, True) for name in patch(**BESIDE).known_names]
+
+
+@pytest.mark.parametrize("vllm", ["1.0", "1.1.dev1", "1.0+vendor"])
+def test_unknown_code_of_a_known_release_beside_is_drifted(sources: Any, streamer: Any, vllm: str) -> None:
+    """The reason has the package, its version, only what differs from that release, and what to do."""
+    streamer("0.2", STREAMER_0_2.replace("2", "4"))
+    verdict = judge(patch(**BESIDE), sources(vllm, OLD), streamer_lock())
+    assert (verdict.state, verdict.foreign) == (DRIFTED, True)
+    assert verdict.reason == (
+        "Run:ai streamer (runai_model_streamer) 0.2 has code here that is not its release's: "
+        "runai_model_streamer.m:read; install one of 0.1, 0.2, 0.3, or leave the patch off"
+    )
+    assert [one.known for one in verdict.seen] == [True, True, False]
+
+
+@pytest.mark.parametrize(("version", "said"), [("0.4", "0.4"), ("0.2.1", "0.2.1"), (None, "of unknown version")])
+def test_unknown_code_of_an_unknown_release_beside_is_unsupported(
+    sources: Any, streamer: Any, version: str | None, said: str
+) -> None:
+    """It is compared with the release that it is nearest to: here the one whose ``read`` it has."""
+    streamer(version, STREAMER_0_1.replace("open", "opened"))
+    verdict = judge(patch(**BESIDE, fixed_in="1.1"), sources("1.0", OLD), streamer_lock())
+    assert (verdict.state, verdict.foreign) == (UNSUPPORTED, True)
+    assert f"streamer (runai_model_streamer) {said} is not a known release" in verdict.reason
+    assert f": {S}.m:open (not there); install one of 0.1, 0.2, 0.3, or leave the patch off" in verdict.reason
+    assert "read" not in verdict.reason
+
+
+@pytest.mark.parametrize(("version", "differs"), [("0.1", "open"), ("0.3", "read"), ("0.4", "read")])
+def test_code_of_several_releases_beside_is_not_known(sources: Any, streamer: Any, version: str, differs: str) -> None:
+    """Each function is one that some release has, but no release has them together; the newer one is compared with."""
+    streamer(version, STREAMER_0_3 + STREAMER_0_1[STREAMER_0_1.index("def read") :])
+    verdict = judge(patch(**BESIDE), sources("1.0", OLD), streamer_lock())
+    assert (verdict.state, verdict.foreign) == (UNSUPPORTED if version == "0.4" else DRIFTED, True)
+    assert f": {S}.m:{differs};" in verdict.reason
+    assert [one.name for one in verdict.seen if not one.known] == [f"{S}.m:{differs}"]
+
+
+def test_a_lock_that_does_not_know_the_package_beside_is_unsupported(sources: Any, streamer: Any) -> None:
+    """A lock of another version of this package has neither its releases nor its names; nothing is raised."""
+    streamer("0.1", STREAMER_0_1)
+    lock = Lock(Lock.dump(["1.0"], {"vllm.m:f": {MARKS["old"]: ["1.0"]}}))
+    verdict = judge(patch(**BESIDE), sources("1.0", OLD), lock)
+    assert (verdict.state, verdict.foreign) == (UNSUPPORTED, True)
+    assert f"{S}.m:open, {S}.m:read" in verdict.reason
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_vllm_is_judged_first(sources: Any, streamer: Any, installed: bool) -> None:
+    """With other code in vLLM it is vLLM's fault, whatever stands beside it."""
+    if installed:
+        streamer("0.1", "")
+    verdict = judge(patch(**BESIDE), sources("1.0", OTHER), streamer_lock())
+    assert (verdict.state, verdict.foreign) == (DRIFTED, False)
+    assert "vllm.m:f" in verdict.reason
+    assert S not in verdict.reason
+    assert [one.name for one in verdict.seen] == [*patch(**BESIDE).known_names]
+
+
+def test_the_fix_is_looked_for_in_vllm_alone(sources: Any, streamer: Any) -> None:
+    """The numbers of another package's releases say nothing of the release that has the fix."""
+    streamer("0.1", STREAMER_0_1)
+    lock = Lock(Lock.dump(["0.1"], {"vllm.m:f": {MARKS["old"]: ["0.1"]}, f"{S}.m:g": {ABSENT: ["9.0"]}}, {S: ["9.0"]}))
+    assert judge(patch(relies=(f"{S}.m:g",), fixed_in="0.2"), sources("0.2.dev1", OLD), lock).state == READY
+
+
+def test_the_fix_counts_whatever_is_beside(sources: Any, streamer: Any) -> None:
+    """A vendor's build with the fixed code needs no patch, also beside a package that is not known."""
+    streamer("0.1", "")
+    fixed = Lock(Lock.dump(["1.0", "1.2"], {"vllm.m:f": {MARKS["old"]: ["1.0"], MARKS["fixed"]: ["1.2"]}}))
+    assert judge(patch(**BESIDE, fixed_in="1.2"), sources("1.1+vendor", FIXED), fixed).state == NOT_NEEDED
+
+
+def test_no_target_in_vllm_is_not_needed_whatever_is_beside(sources: Any, streamer: Any) -> None:
+    """Nothing of vLLM would be wrapped; a target beside it is one to judge all the same."""
+    streamer("0.1", STREAMER_0_1 + "1 / 0\ndef read(): pass\n")
+    known = {"vllm.m:f": {ABSENT: ["1.0"]}}
+    lock = Lock(Lock.dump(["1.0"], known, {S: ["0.1"]}))
+    found = sources("1.0", "")
+    verdict = judge(patch(**BESIDE), found, lock)
+    assert (verdict.state, verdict.foreign) == (NOT_NEEDED, False)
+    assert verdict.reason == "vLLM 1.0 has none of the functions that it patches"
+    both = (Target("vllm.m:f", "f"), Target(f"{S}.m:read", "read"))
+    assert judge(patch(targets=both, relies=()), found, lock).state == DRIFTED
+    gone = (Target("vllm.m:f", "f"), Target(f"{S}.m:gone", "gone"))
+    assert judge(patch(targets=gone, relies=()), found, lock).state == DRIFTED
+    lock = Lock(Lock.dump(["1.0"], known | {f"{S}.m:gone": {ABSENT: ["0.1"]}}, {S: ["0.1"]}))
+    assert judge(patch(targets=gone, relies=()), found, lock).state == NOT_NEEDED
+
+
+def test_what_stays_wrapped_is_said(sources: Any, streamer: Any) -> None:
+    """A patch whose settings stay understood says that they do nothing."""
+    streamer("0.2", "")
+    kept = patch(**BESIDE, targets=(Target("vllm.m:f", "f", always=True),))
+    found = sources("1.0", OLD)
+    assert "; until then its settings are understood and do nothing" in judge(kept, found, streamer_lock()).reason
+    assert "settings" not in judge(patch(**BESIDE), found, streamer_lock()).reason
 
 
 @pytest.mark.parametrize("text", [None, "", "unknown", "0.20.x", "1.0-", "dev", "0.20.2 (custom)"])

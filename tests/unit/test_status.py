@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -324,6 +325,65 @@ def test_vllm_imported_before_and_not_patched_is_said(house: Any) -> None:
         "print(vllm_hotfix.patches()[0]['state']); vllm_hotfix.activate(); print(vllm_hotfix.patches()[0]['state'])"
     )
     assert house.run("-c", code).stdout.split() == ["failed", "active"]
+
+
+# A package beside vLLM.
+
+
+@pytest.fixture
+def beside_house(own_house: Any) -> Any:
+    """The small house with a package beside vLLM that the patch relies on, and whose code the lock does not know."""
+    patch = own_house.folder / "vllm_hotfix/_patches/marks.py"
+    text = patch.read_text().replace('"mark"), Target', '"mark", always=True), Target')
+    patch.write_text(text.replace('upstream="example/vllm#1",', 'upstream="example/vllm#1", relies=("beside.m:f",),'))
+    lock = own_house.folder / "vllm_hotfix/upstream.lock"
+    data = json.loads(lock.read_text())
+    data["packages"]["beside"] = "2.0"
+    data["targets"]["beside.m:f"] = {"aa": "2.0"}
+    lock.write_text(json.dumps(data))
+    for name in ("beside/__init__.py", "beside/m.py", "beside-2.0.dist-info/METADATA"):
+        path = own_house.folder / name
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    return own_house
+
+
+def test_an_unknown_package_beside_vllm_is_said(beside_house: Any) -> None:
+    """State, package, version and name; with the gate on the check fails."""
+    lines = " ".join(line.strip() for line in ask(beside_house, "--check", code=1, **ON))
+    assert "marks              drifted" in lines
+    assert "beside 2.0 has code here that is not its release's: beside.m:f (not there); install one of 2.0" in lines
+    assert "its settings are understood and do nothing" in lines
+    ask(beside_house, "--check")
+
+
+def test_import_shows_what_is_wrapped_beside_an_unknown_package(beside_house: Any) -> None:
+    """The target that keeps the settings is wrapped, the other is not, and the state is no better for it."""
+    data = ask(beside_house, "--json", "--import", "--check", code=1, **ON)
+    (patch,) = data["patches"]
+    assert patch["state"] == "drifted"
+    assert [(target["name"], target["known"], target["wrapped"]) for target in patch["targets"]] == [
+        ("vllm.steps:step", True, True),
+        ("vllm.model:Model.load", True, False),
+        ("beside.m:f", False, None),
+    ]
+    assert data["problems"] == []
+
+
+def test_a_package_beside_vllm_that_is_not_installed_is_no_problem(beside_house: Any) -> None:
+    """Not needed, said with the package's name; nothing of it is imported, and the check succeeds."""
+    shutil.rmtree(beside_house.folder / "beside")
+    patch = beside_house.folder / "vllm_hotfix/_patches/marks.py"
+    text = patch.read_text().replace("targets=(", 'targets=(Target("beside.m:f", "mark"), ')
+    patch.write_text(text.replace('relies=("beside.m:f",),', ""))
+    data = ask(beside_house, "--json", "--import", "--check", **ON)
+    (patch,) = data["patches"]
+    assert (patch["state"], patch["reason"]) == (
+        "not-needed",
+        "no beside is installed, so there is nothing to patch",
+    )
+    assert [target["wrapped"] for target in patch["targets"]] == [False, False, None]
+    assert data["problems"] == []
 
 
 # Live processes.

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from vllm_hotfix import _upstream
-from vllm_hotfix._upstream import ABSENT, Lock, LockError, Sources, fingerprint
+from vllm_hotfix._upstream import ABSENT, Lock, LockError, Sources, fingerprint, package_of
 
 BASE = '''\
 @decorator(1)
@@ -377,22 +377,52 @@ def test_a_version_file_that_is_not_text_has_none(tmp_path: Path) -> None:
     assert Sources(tmp_path / "vllm").version is None, "nor where there is no vLLM"
 
 
+@pytest.mark.parametrize(
+    ("folders", "version"),
+    [
+        (["my_package-1.2.dist-info"], "1.2"),
+        (["My.Package-1.2.dist-info"], "1.2"),
+        (["my-package-1.2+cu1.dist-info", "my_package_s3-1.3.dist-info", "package-1.4.dist-info"], "1.2+cu1"),
+        (["my_package_s3-1.3.dist-info"], None),
+        (["my_package-1.2.dist-info", "my_package-1.3.dist-info"], None),
+        ([], None),
+    ],
+)
+def test_the_version_of_another_package(tmp_path: Path, folders: list[str], version: str | None) -> None:
+    """That of the ``.dist-info`` beside it, however its name is spelt; none where there is none, or more than one."""
+    for name in ("my_package", *folders):
+        (tmp_path / name).mkdir()
+    assert Sources(tmp_path).version_of("my_package") is None, "there is only a folder of that name"
+    (tmp_path / "my_package/__init__.py").touch()
+    assert Sources(tmp_path).version_of("my_package") == version
+
+
+@pytest.mark.parametrize("name", ["a", "a.b", "a:f", "a:A.f", "a.b:f", "a.b.c:A.f"])
+def test_the_package_of_a_name(name: str) -> None:
+    """The first part of a module's or a function's name."""
+    assert package_of(name) == "a"
+
+
 # The lock.
 
 
 def test_the_lock_survives_being_written_and_read() -> None:
     """Every line of the file is one fingerprint, so that its diff can be read."""
-    text = Lock.dump(["1.0", "1.1"], {"b:f": {"aa": ["1.0"], ABSENT: ["1.1"]}, "a:f": {"bb": ["1.0", "1.1"]}})
+    known = {"vllm.b:f": {"aa": ["1.0"], ABSENT: ["1.1"]}, "vllm.a:f": {"bb": ["1.0", "1.1"]}, "s.a:f": {"aa": ["2.0"]}}
+    text = Lock.dump(["1.0", "1.1"], known, {"s": ["2.0", "2.1"]})
     lock = Lock(text)
     assert lock.releases == ("1.0", "1.1")
-    assert list(lock.targets) == ["a:f", "b:f"]
-    assert lock.releases_of("b:f", "aa") == ("1.0",)
-    assert lock.releases_of("a:f", "bb") == ("1.0", "1.1")
-    assert lock.releases_of("b:f", "zz") == lock.releases_of("c:f", "aa") == ()
+    assert lock.packages == {"vllm": ("1.0", "1.1"), "s": ("2.0", "2.1")}
+    assert list(lock.targets) == ["s.a:f", "vllm.a:f", "vllm.b:f"]
+    assert lock.releases_of("vllm.b:f", "aa") == ("1.0",)
+    assert lock.releases_of("vllm.a:f", "bb") == ("1.0", "1.1")
+    assert lock.releases_of("s.a:f", "aa") == ("2.0",)
+    assert lock.releases_of("vllm.b:f", "zz") == lock.releases_of("vllm.c:f", "aa") == ()
     assert [line for line in text.splitlines() if "1.0 1.1" in line and "bb" in line]
+    assert '  "s": "2.0 2.1"' in text.splitlines()
 
 
-GOOD = Lock.dump(["1.0"], {"a:f": {"aa": ["1.0"]}})
+GOOD = Lock.dump(["1.0"], {"vllm:f": {"aa": ["1.0"]}, "s:f": {"aa": ["2.0"]}}, {"s": ["2.0"]})
 
 
 @pytest.mark.parametrize("length", range(0, len(GOOD) - 2, 7))
@@ -412,18 +442,31 @@ def test_a_lock_that_is_cut_short(length: int) -> None:
         '"format"',
         '{"format": 1}',
         '{"format": 1, "releases": "1.0"}',
-        '{"format": 1, "releases": ["1.0"], "targets": {}}',
-        '{"format": 1, "releases": "", "targets": {}}',
-        '{"format": 1, "releases": "1.0 one", "targets": {}}',
-        '{"format": 1, "releases": "1.0", "targets": []}',
-        '{"format": 1, "releases": "1.0", "targets": {"a:f": "aa"}}',
-        '{"format": 1, "releases": "1.0", "targets": {"a:f": {"aa": ["1.0"]}}}',
+        '{"format": 1, "releases": "1.0", "targets": {}}',
+        '{"format": 1, "releases": "1.0", "packages": {}}',
+        '{"format": 1, "releases": ["1.0"], "packages": {}, "targets": {}}',
+        '{"format": 1, "releases": "", "packages": {}, "targets": {}}',
+        '{"format": 1, "releases": "1.0 one", "packages": {}, "targets": {}}',
+        '{"format": 1, "releases": "1.0", "packages": {}, "targets": []}',
+        '{"format": 1, "releases": "1.0", "packages": {}, "targets": {"vllm:f": "aa"}}',
+        '{"format": 1, "releases": "1.0", "packages": {}, "targets": {"vllm:f": {"aa": ["1.0"]}}}',
+        '{"format": 1, "releases": "1.0", "packages": {}, "targets": {"vllm:f": {"aa": "1.1"}}}',
+        '{"format": 1, "releases": "1.0", "packages": "s", "targets": {}}',
+        '{"format": 1, "releases": "1.0", "packages": ["s"], "targets": {}}',
+        GOOD.replace('"s": "2.0"', '"s": ["2.0"]'),
+        GOOD.replace('"s": "2.0"', '"s": ""'),
+        GOOD.replace('"s": "2.0"', '"s": "2.0 two"'),
+        GOOD.replace('"s": "2.0"', '"s": "1.0"'),
+        GOOD.replace('"s": "2.0"', '"other": "2.0"'),
+        GOOD.replace('"aa": "2.0"', '"aa": "1.0"'),
+        GOOD.replace('"aa": "1.0"', '"aa": "2.0"'),
         GOOD.replace('"aa"', '"a\x00'),
         "[" * 100_000,
     ],
 )
 def test_a_damaged_lock(text: str) -> None:
     """Whatever is in the file, the error is this one, and nothing later trips over it."""
+    assert text != GOOD
     with pytest.raises(LockError, match=r"upstream\.lock is damaged .*install vllm-hotfix again"):
         Lock(text)
 
@@ -436,12 +479,14 @@ def test_a_lock_of_another_format(form: str) -> None:
 
 
 def test_the_shipped_lock_can_be_loaded() -> None:
-    """It is there, it is readable, and its releases are in order."""
+    """It is there, it is readable, and the releases of each package are in order."""
     from packaging.version import Version
 
-    releases = [Version(release) for release in Lock.load().releases]
-    assert releases == sorted(releases)
-    assert len(releases) >= 19
+    lock = Lock.load()
+    for releases in lock.packages.values():
+        assert list(releases) == sorted(releases, key=Version)
+    assert len(lock.releases) >= 19
+    assert {"0.15.7", "0.16.1", "0.17.1"} <= {*lock.packages["runai_model_streamer"]}
 
 
 @pytest.mark.parametrize("data", [None, b"\xff\xfe", b"{}", b""])
