@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from ._patch import Patch
-from ._patches import measured_totals
+from ._patches import measured_totals, pinned_staging
 
-CATALOG: tuple[Patch, ...] = (measured_totals.PATCH,)
+CATALOG: tuple[Patch, ...] = (pinned_staging.PATCH, measured_totals.PATCH)

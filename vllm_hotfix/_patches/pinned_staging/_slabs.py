@@ -1,0 +1,135 @@
+"""Device memory for extents: outside of PyTorch's pools, used again as soon as no tensor needs it, and bounded."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from typing import Any
+
+import torch
+
+from _vllm_hotfix import describe
+
+from ..._record import logger
+
+HELD = 2 << 30  # bytes that the loaders may keep in use
+#: Slabs that could not be freed when their last tensor died.
+_late: deque[Slab] = deque()
+
+
+class Slab:
+    """Device memory of ``size`` bytes. ``streams`` are those that may still be using it."""
+
+    def __init__(self, slabs: Slabs, address: int, size: int) -> None:
+        self.address, self.size = address, size
+        self._slabs = slabs
+        self.streams: set[Any] = set()
+
+    def tensor(self) -> torch.Tensor:
+        """All of it, uint8; as long as a view of this tensor lives, the slab is in use."""
+        return self._slabs.device.tensor(_Lease(self._slabs, self), self.address, self.size)
+
+    def used(self) -> None:
+        """The current stream uses it too."""
+        self.streams.add(self._slabs.device.stream())
+
+
+class _Lease:
+    """Owned by the tensor's storage."""
+
+    def __init__(self, slabs: Slabs, slab: Slab) -> None:
+        self._slabs, self._slab = slabs, slab
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # the interpreter may be at its end
+            self._slabs.give_back(self._slab)
+
+
+class Slabs:
+    """Slabs of one load.
+
+    Args:
+        device: where they are.
+        size: bytes of a slab; an extent that needs more gets one of its own size.
+    """
+
+    def __init__(self, device: Any, size: int) -> None:
+        self.device = device
+        self._size = size
+        self._bound = min(HELD, device.memory() // 4)
+        self._total = 0
+        self._idle: list[Slab] = []
+        self._returned: deque[Slab] = deque()
+        self._closed = self._said = False
+        while _late:
+            self._free(_late.popleft())
+
+    def take(self, size: int) -> Slab | None:
+        """A slab of at least ``size`` bytes that the current stream may write, or None: too much is in use."""
+        if self._bound < 0:
+            return None
+        while self._returned:
+            self._idle.append(self._returned.popleft())
+        slab = min((one for one in self._idle if one.size >= size), key=lambda one: one.size, default=None)
+        if slab is not None:
+            self._idle.remove(slab)
+        else:
+            slab = self._allocate(max(size, self._size))
+            if slab is None:
+                return None
+        stream = self.device.stream()
+        for other in slab.streams - {stream}:
+            self.device.follow_stream(other)
+        slab.streams = {stream}
+        return slab
+
+    def _allocate(self, size: int) -> Slab | None:
+        while self._idle and self._total + size > self._bound:
+            self._free(self._idle.pop())
+        why = f"tensors that are still in use hold {self._total / 2**20:.0f} MiB of device memory"
+        if self._total + size <= self._bound:
+            try:
+                slab = Slab(self, self.device.allocate(size), size)
+                self._total += size
+                return slab
+            except Exception as error:
+                self._bound = self._total
+                why = describe(error)
+        if not self._said:
+            self._said = True
+            logger.info("vllm-hotfix: pinned_staging: yields host tensors for now: %s", why)
+        return None
+
+    def refuse(self) -> None:
+        """Hand out none from here on."""
+        self._bound = -1
+
+    def give_back(self, slab: Slab) -> None:
+        """No tensor uses the slab any more. From any thread."""
+        self._returned.append(slab)
+        if self._closed:
+            self._free_returned()
+
+    def close(self) -> None:
+        """Free what is not in use; the rest is freed when its last tensor dies."""
+        self._closed = True
+        while self._idle:
+            self._free(self._idle.pop())
+        self._free_returned()
+
+    def _free_returned(self) -> None:
+        while self._returned:
+            with contextlib.suppress(IndexError):  # another thread was faster
+                self._free(self._returned.popleft())
+
+    def _free(self, slab: Slab) -> None:
+        if self.device.capturing():
+            _late.append(slab)
+            return
+        try:
+            for stream in slab.streams:
+                stream.synchronize()
+            self.device.free(slab.address)
+            self._total -= slab.size
+        except Exception as error:
+            logger.warning("vllm-hotfix: pinned_staging: device memory is not freed: %s", describe(error))
