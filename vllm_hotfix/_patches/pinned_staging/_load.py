@@ -7,6 +7,7 @@ per tensor is one view. The copies run on the stream that the loaders use.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import inspect
 import json
@@ -220,7 +221,8 @@ class Load:
     def alone(self, streamer: Any, files: list[str]) -> Iterator[Named]:
         """Yield the tensors of files that this rank reads by itself."""
         try:
-            extents, empty = _extents(files, read_headers(streamer, files))
+            with _uncollected():
+                extents, empty = _extents(files, read_headers(streamer, files))
             sizes = [size for extent in extents for *_, size in extent.tensors]
             if self.limit < max(sizes, default=0) and self.limit != 0:
                 raise Odd(f"{LIMIT} is {self.limit}, less than the largest tensor")
@@ -440,6 +442,18 @@ class _OnHost:
 
 
 # Headers.
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Pause the garbage collector: what headers are parsed into would have it go through all of vLLM's objects."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class Header(NamedTuple):
