@@ -286,6 +286,8 @@ class Side:
     def ask(self, folder: str, load_format: str, block: int = 0) -> Result:
         """Have one load measured, with a block of so many MiB if it is the patched side's."""
         extra = self.extra() if load_format == STREAMER else {}
+        if block:
+            extra["memory_limit"] = 2 * block << 20
         try:
             if self._process is None:
                 self._process = self.start("serve")
@@ -519,10 +521,8 @@ def sizes(arguments: argparse.Namespace, book: Book, sides: dict[str, Side]) -> 
     for folder in arguments.folders:
         work = Path(folder).name
         warm(folder)
-        asks = {
-            f"2 x {size} MiB": functools.partial(sides[PATCHED].ask, folder, STREAMER, size)
-            for size in arguments.blocks
-        }
+        ask = functools.partial(sides[PATCHED].ask, folder, STREAMER)
+        asks = {f"2 x {size} MiB": functools.partial(ask, size) for size in arguments.blocks}
         for who, got in take(arguments.rounds, book, work, asks).items():
             rows.append([work, who, spread(got), same(got)])
     print(f"\n{sides[PATCHED].about}; {arguments.rounds} rounds, seconds: min / median")
