@@ -66,8 +66,8 @@ def init(wrapped: Any, loader: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     Raises:
         ValueError: the key is not a bool.
     """
-    config = args[0] if args else kwargs["load_config"]
-    extra = config.model_loader_extra_config
+    config: Any = args[0] if args else kwargs.get("load_config")
+    extra = getattr(config, "model_loader_extra_config", None)
     pins = os.environ.get(PATCH.env, "").strip().lower() == _FORCE
     if not isinstance(extra, dict) or KEY not in extra:
         wrapped(*args, **kwargs)

@@ -231,6 +231,7 @@ class Load:
             self._release()
             yield from self._as_stock(streamer, files)
             return
+        self._slabs.fit(max((extent.size for extent in extents), default=0) + 2 * _ALIGN)
         inner = streamer.file_streamer.file_streamer
         if hasattr(inner, "total_size"):  # what the older streamers log at their end
             inner.total_size, inner.device_str = sum(sizes), str(self.device.name)

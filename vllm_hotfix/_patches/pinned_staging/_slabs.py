@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections import deque
 from typing import Any
 
@@ -22,16 +23,16 @@ class Slab:
 
     def __init__(self, slabs: Slabs, address: int, size: int) -> None:
         self.address, self.size = address, size
-        self._slabs = slabs
+        self.slabs = slabs
         self.streams: set[Any] = set()
 
     def tensor(self) -> torch.Tensor:
         """All of it, uint8; as long as a view of this tensor lives, the slab is in use."""
-        return self._slabs.device.tensor(_Lease(self._slabs, self), self.address, self.size)
+        return self.slabs.device.tensor(_Lease(self.slabs, self), self.address, self.size)
 
     def used(self) -> None:
         """The current stream uses it too."""
-        self.streams.add(self._slabs.device.stream())
+        self.streams.add(self.slabs.device.stream())
 
 
 class _Lease:
@@ -56,13 +57,21 @@ class Slabs:
     def __init__(self, device: Any, size: int) -> None:
         self.device = device
         self._size = size
-        self._bound = min(HELD, device.memory() // 4)
+        self._free_memory = device.memory()
+        self._bound = min(HELD, self._free_memory // 4)
+        self._pid = os.getpid()
         self._total = 0
         self._idle: list[Slab] = []
         self._returned: deque[Slab] = deque()
         self._closed = self._said = False
-        while _late:
-            self._free(_late.popleft())
+        for _ in range(len(_late)):
+            late = _late.popleft()
+            late.slabs._free(late)
+
+    def fit(self, size: int) -> None:
+        """Let one extent of this size be on the device, if half of the free memory is enough for it."""
+        if size <= self._free_memory // 2:
+            self._bound = max(self._bound, size)
 
     def take(self, size: int) -> Slab | None:
         """A slab of at least ``size`` bytes that the current stream may write, or None: too much is in use."""
@@ -123,10 +132,12 @@ class Slabs:
                 self._free(self._returned.popleft())
 
     def _free(self, slab: Slab) -> None:
-        if self.device.capturing():
-            _late.append(slab)
-            return
+        if os.getpid() != self._pid:
+            return  # a forked child has no part in it
         try:
+            if self.device.capturing():
+                _late.append(slab)
+                return
             for stream in slab.streams:
                 stream.synchronize()
             self.device.free(slab.address)
