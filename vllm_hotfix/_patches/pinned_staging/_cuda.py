@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 _DRIVER = "libcuda.so.1"
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
 class CudaError(RuntimeError):
@@ -118,6 +119,10 @@ class Device:
         """Let the current stream wait for all that is queued on another."""
         self.stream().wait_stream(stream)
 
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Let memory of PyTorch's allocator not be used again before the current stream is done with it."""
+        tensor.record_stream(self.stream())
+
     def capturing(self) -> bool:
         """Whether a CUDA graph is being captured, during which device memory cannot be freed."""
         capturing: bool = torch.cuda.is_current_stream_capturing()
@@ -125,11 +130,17 @@ class Device:
 
     @contextlib.contextmanager
     def _current(self) -> Iterator[None]:
-        """Memory may be given back by whichever thread drops the last reference."""
+        """The device's context: memory may be given back by whichever thread drops the last reference.
+
+        In relaxed mode, so that a CUDA graph which another thread captures meanwhile is not spoilt.
+        """
         self._call("cuCtxPushCurrent_v2", self._context)
+        mode = ctypes.c_int(_RELAXED)
+        self._driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
         try:
             yield
         finally:
+            self._driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
             self._call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
     def _call(self, function: str, *arguments: Any) -> None:

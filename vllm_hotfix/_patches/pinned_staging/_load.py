@@ -387,12 +387,14 @@ class _OnDevice:
     def __iter__(self) -> Iterator[Named]:
         views = self._views()
         del self._bytes  # the views alone keep the memory
-        home = self._device.stream_id()
+        begin = home = self._device.stream_id()
         while views:
             if self._device.stream_id() != home:
                 home = self._device.stream_id()
                 self._slab.used()
                 self._device.follow(self._copied)
+            if home != begin:
+                self._device.keep(views[-1][1])
             yield views.pop()
 
     def _views(self) -> list[Named]:
@@ -400,17 +402,21 @@ class _OnDevice:
         typed: dict[torch.dtype, torch.Tensor] = {}
         views: list[Named] = []
         shift = self._lead - self.extent.start
+        queued = False
         for name, dtype, shape, stride, start, size in reversed(self.extent.tensors):
             start += shift
             position, rest = divmod(start, dtype.itemsize)
             if rest:  # an address that the type cannot use
                 aligned = self._bytes[start : start + size].clone()
                 views.append((name, aligned.view(dtype).view(shape)))
+                queued = True
                 continue
             base = typed.get(dtype)
             if base is None:
                 base = typed[dtype] = self._bytes.view(dtype)
             views.append((name, base.as_strided(shape, stride, position)))
+        if queued:
+            self._copied = self._device.mark()
         return views
 
 

@@ -64,9 +64,10 @@ class Slabs:
         self._idle: list[Slab] = []
         self._returned: deque[Slab] = deque()
         self._closed = self._said = False
-        for _ in range(len(_late)):
-            late = _late.popleft()
-            late.slabs._free(late)
+        with contextlib.suppress(IndexError):  # another thread was faster
+            for _ in range(len(_late)):
+                late = _late.popleft()
+                late.slabs._free(late)
 
     def fit(self, size: int) -> None:
         """Let one extent of this size be on the device, if half of the free memory is enough for it."""
