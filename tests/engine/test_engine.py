@@ -20,6 +20,7 @@ from engine import checkpoints, worker
 from engine.launch import GATE, Engine, Failed, counters, differences
 
 ON = {GATE: "1"}
+PINNED_ON = {"VLLM_HOTFIX_PINNED_STAGING": "1"}
 EXPERT_WEIGHTS = {
     f"model.layers.{layer}.mlp.experts.routed_experts.{name}"
     for layer in range(checkpoints.LAYERS)
@@ -66,6 +67,11 @@ class Engines:
             raise result
         return result
 
+    def warnings(self, name: str) -> list[str]:
+        """Return the lines of an engine's log in which the package warned."""
+        log = (self.folder / name / "engine.log").read_text(errors="replace")
+        return [line for line in log.splitlines() if "vllm-hotfix: " in line and "INFO" not in line]
+
     def failure(self, name: str) -> str:
         """Return why an engine failed; empty if it did not."""
         result = self.futures[name].result()
@@ -96,6 +102,8 @@ def engines(folders: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -
     engines.start("ordinary, on", ordinary, {**ON, "VLLM_HOTFIX_STRICT": "1"})
     engines.start("ordinary, off", ordinary)
     engines.start("dummy, on", {"load": a, "load_format": "dummy", "reloads": [b], "inspect": True}, ON)
+    pinned = {"load": a, "extra_config": {"pinned_staging": True}, "inspect": True}
+    engines.start("pinned, on", pinned, PINNED_ON)
     engines.start("processes, on", {"load": a, "reloads": [b]}, ON, multiprocessing=True)
     engines.start("mistaken gate", {"load": a}, {GATE: "maybe", "VLLM_HOTFIX_STRICT": "1"})
     try:
@@ -284,6 +292,24 @@ def test_dummy_first_load_keeps_the_stock_trigger(engines: Engines, cold_b: dict
     step = result["steps"][1]
     assert_same(step, cold_b)
     assert {name for name, value in counters(result).items() if value} == {"reloads"}
+
+
+def test_pinned_staging_without_cuda_is_stock_and_says_so(engines: Engines, cold_a: dict[str, Any]) -> None:
+    """Where there is no CUDA, an engine with `pinned_staging` starts, loads as stock does, and warns once why.
+
+    The patch is active in the live process, understands the key that vLLM 0.32 would refuse, and counts the load.
+    """
+    result = engines["pinned, on"]
+    (step,) = result["steps"]
+    assert_same(step, cold_a)
+    (warning,) = engines.warnings("pinned, on")
+    assert "WARNING" in warning
+    assert "pinned_staging: stock loads these weights" in warning
+    assert "not CUDA" in warning
+    (process,) = result["live"]
+    assert process["patches"] == {"pinned_staging": process["patches"]["pinned_staging"]}
+    assert process["patches"]["pinned_staging"]["state"] == "active"
+    assert counters(result, "pinned_staging") == {"stock_loads": 1}
 
 
 def test_live_lists_every_process(engines: Engines) -> None:

@@ -3,6 +3,7 @@
 The plan
     ``load``           checkpoint folder of the first load
     ``load_format``    of the first load, ``runai_streamer`` by default
+    ``extra_config``   ``model_loader_extra_config`` of all loads, nothing by default
     ``one_at_a_time``  whether the streamer asks for one tensor after another, so that two runs see the same order
     ``reloads``        checkpoint folders to reload in turn, always through the streamer
     ``keep_kernels``   for the last reload, leave out what `forget_cpu_kernels` does before each of the others
@@ -194,8 +195,11 @@ def run(plan: dict[str, Any]) -> dict[str, Any]:
         steps.append(step)
 
     options: dict[str, Any] = {"load_format": plan.get("load_format", "runai_streamer")}
+    extra = dict(plan.get("extra_config", {}))
     if plan.get("one_at_a_time"):
-        options["model_loader_extra_config"] = {"concurrency": 1, "memory_limit": 0}
+        extra |= {"concurrency": 1, "memory_limit": 0}
+    if extra:
+        options["model_loader_extra_config"] = extra
     start = time.perf_counter()
     llm = vllm.LLM(
         model=plan["load"],

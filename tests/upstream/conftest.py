@@ -28,7 +28,8 @@ def pytest_report_header() -> str:
     """Name the release under test."""
     if RELEASE is None:
         return "vLLM release: none, set HOTFIX_RELEASE and PYTHONPATH to run tests/upstream"
-    return f"vLLM release: {RELEASE}"
+    streamer = os.environ.get("HOTFIX_STREAMER", "the one that is installed")
+    return f"vLLM release: {RELEASE}, Run:ai streamer: {streamer}"
 
 
 @pytest.fixture(scope="session")

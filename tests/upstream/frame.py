@@ -306,7 +306,7 @@ def channel_half_imported() -> dict[str, Any]:
         module = sys.modules.get(TARGET_MODULES[0])
         if module is not None and not seen:
             seen.append(not hasattr(module, "finalize_layerwise_reload"))
-            os.environ[GATE] = "1"
+            os.environ["VLLM_HOTFIX_ENABLE"] = "all"
             real("vllm_hotfix")
         return real(name, *args, **kwargs)
 

@@ -31,7 +31,7 @@ from vllm.model_executor.model_loader.reload import layerwise
 
 from vllm_hotfix._catalog import CATALOG
 from vllm_hotfix._judge import Verdict, judge
-from vllm_hotfix._upstream import ABSENT, Lock, LockError, Source, Sources, fingerprint
+from vllm_hotfix._upstream import ABSENT, Lock, LockError, Source, Sources, fingerprint, package_of
 
 RELEASE = os.environ["HOTFIX_RELEASE"]
 SOURCE = Path(vllm.__file__).parent
@@ -40,6 +40,12 @@ BOOTSTRAP = str(HOME / "vllm_hotfix/bootstrap")
 SOURCES = Sources(SOURCE.parent)
 NAMES = [name for patch in CATALOG for name in patch.known_names if SOURCES.find(name)]
 TARGETS = [target.name for patch in CATALOG for target in patch.targets if SOURCES.find(target.name)]
+#: The classes that have targets: module and name of each.
+CLASSES = {
+    (name.partition(":")[0], name.partition(":")[2].rpartition(".")[0])
+    for name in TARGETS
+    if "." in name.partition(":")[2]
+}
 FUNCTIONS = [target for target in TARGETS if "." not in target.partition(":")[2]]
 PATCHES = {patch.name: patch for patch in CATALOG}
 ON = {GATE: "1"}
@@ -215,6 +221,8 @@ def test_the_lock_knows_every_name_of_this_release(tmp_path: Path) -> None:
     lock = Lock.load()
     for patch in CATALOG:
         for name in patch.known_names:
+            if package_of(name) != "vllm":
+                continue
             assert RELEASE in lock.releases_of(name, SOURCES.fingerprint(name)), name
     assert {verdict.state for verdict in judged(tmp_path).values()} <= {"ready", "not-needed"}
 
@@ -326,9 +334,22 @@ def test_another_kind_of_thing_is_drift(name: str, change: Callable[..., list[st
 
 
 @pytest.mark.parametrize("broken", ["def f(:\n", "x = '\n", "\0", "if x:\n", None])
-def test_a_file_that_is_no_code_is_a_state(broken: str | None, tmp_path: Path) -> None:
-    """A target's file that cannot be parsed, or is not there, is a fault with a reason; nothing is raised."""
-    for verdict in judged(tmp_path, {relative(found(f"{RELOAD}.layerwise:_layerwise_process")): broken}).values():
+@pytest.mark.parametrize("name", [patch.targets[0].name for patch in CATALOG])
+def test_a_file_that_is_no_code_is_a_state(broken: str | None, name: str, tmp_path: Path) -> None:
+    """A target's file that cannot be parsed, or is not there, is a fault with a reason; nothing is raised.
+
+    It is one of the patches that have a target there, and of no other.
+    """
+    file = found(name).file
+    verdicts = judged(tmp_path, {relative(found(name)): broken})
+    concerned = {
+        patch.name for patch in CATALOG for name in patch.known_names if name in NAMES and found(name).file == file
+    }
+    assert patches_of(name) <= concerned
+    for patch, verdict in verdicts.items():
+        if patch not in concerned:
+            assert verdict.state in ("ready", "not-needed")
+            continue
         assert verdict.state == ("drifted" if broken is None else "failed")
         assert verdict.reason
 
@@ -398,9 +419,10 @@ def test_any_damage_to_the_lock_is_named(text: str) -> None:
         lock: Lock | LockError = Lock(text)
     except LockError as error:
         lock = error
-    verdict = judge(CATALOG[0], SOURCES, lock)
-    assert verdict.state == "failed"
-    assert "upstream.lock" in verdict.reason
+    for patch in CATALOG:
+        verdict = judge(patch, SOURCES, lock)
+        assert verdict.state == "failed"
+        assert "upstream.lock" in verdict.reason
 
 
 # 4. The same on the command line.
@@ -479,7 +501,7 @@ def snapshot() -> dict[tuple[str, str], Any]:
     objects: dict[str, Any] = {
         key: module for key, module in sys.modules.items() if key.partition(".")[0] == "vllm" and module is not None
     }
-    objects["BaseModelLoader"] = base_loader.BaseModelLoader
+    objects |= {name: vars(sys.modules[module])[name] for module, name in CLASSES}
     objects["Worker"] = sys.modules["vllm.v1.worker.gpu_worker"].Worker
     objects["environment_variables"] = vllm.envs
     taken = {(key, name): value for key, owner in objects.items() for name, value in list(vars(owner).items())}
@@ -524,8 +546,13 @@ def test_names_taken_before_activation_are_wrapped_and_given_back(worker_modules
     importer = "vllm.v1.worker.gpu_model_runner" if Version(RELEASE) < Version("0.32") else f"{RELOAD}.inplace"
     assert {(RELOAD, "initialize_layerwise_reload"), (importer, "initialize_layerwise_reload")} <= set(held[begin])
     assert {(RELOAD, "finalize_layerwise_processing")} <= set(held[end])
+    streamed = set(held["vllm.model_executor.model_loader.weight_utils:runai_safetensors_weights_iterator"])
+    loaders = ("runai_streamer_loader", "sharded_state_loader")
+    assert {
+        (f"vllm.model_executor.model_loader.{one}", "runai_safetensors_weights_iterator") for one in loaders
+    } <= streamed
     allowed = {place for places in held.values() for place in places} | {
-        ("BaseModelLoader", "load_model"),
+        *(tuple(name.partition(":")[2].split(".")) for name in TARGETS if name not in FUNCTIONS),
         ("Worker", "load_model"),
         ("vllm.plugins", "load_general_plugins"),
         ("vllm.envs", "compile_factors"),
@@ -567,6 +594,7 @@ SETTINGS = {
     "alias": {ALIAS: "1"},
     "strict alone": {STRICT: "1"},
     "lists": {"VLLM_HOTFIX_ENABLE": "all", "VLLM_HOTFIX_DISABLE": "measured_totals"},
+    "value": {"VLLM_HOTFIX_PINNED_STAGING": "force"},
     "every gate": {patch.env: "1" for patch in CATALOG} | {a: "1" for patch in CATALOG for a in patch.aliases},
 }
 
@@ -864,7 +892,9 @@ def test_bad_input_is_one_warning_and_stock_runs(zygote: Zygote, name: str, tmp_
     outcome = frame.forked(tmp_path, child, **environ) if environ else zygote.outcome(name)
     result = outcome.ok()
     assert result["states"]["measured_totals"] == state
-    assert set(result["layers"].values()) == {1 if state == "active" else 0}
+    wrapped = {target.name for target in PATCHES["measured_totals"].targets} if state == "active" else set()
+    assert result["layers"] == {name: int(name in wrapped) for name in result["layers"]}
+    assert wrapped & {*TARGETS} <= result["layers"].keys()
     assert result["reload"] == [3, 4]
     assert len(outcome.warnings) == len(expected), outcome.output
     for words in expected:

@@ -90,6 +90,7 @@ def tensors(
     except Exception as error:
         RECORD.warn(f"{NAME}: stock loads these weights: {describe(error)}")
         RECORD.count(NAME, "stock_loads")
+        RECORD.save()
         yield from stock_iterator()
         return
     try:
