@@ -85,12 +85,14 @@ def tensors(
         ValueError: a file is damaged or cannot be read; as the streamer says it.
     """
     begin = time.perf_counter()
+    load = None
     try:
         load = _prepare(stock, files, use_tqdm, device)
     except Exception as error:
         RECORD.warn(f"{NAME}: stock loads these weights: {describe(error)}")
         RECORD.count(NAME, "stock_loads")
         RECORD.save()
+    if load is None:  # not within the except clause, which would keep what has been refused
         yield from stock_iterator()
         return
     try:
@@ -136,17 +138,13 @@ class Load:
     def __init__(self, stock: ModuleType, device: Any, use_tqdm: bool) -> None:
         self.device, self.finished = device, False
         self.staging: Staging | None = None
-        configured = os.environ.get(LIMIT)
-        self._unlimited = configured is None
-        self.limit = self._bound(int(configured) if configured is not None else DEFAULT_LIMIT)
+        limit = int(os.environ.get(LIMIT, DEFAULT_LIMIT))
+        self._unlimited = limit == -1 or LIMIT not in os.environ
+        self.limit = CAP if limit == -1 else limit
         self._stock, self._use_tqdm = stock, use_tqdm
         self._slabs = Slabs(device, EXTENT + _ALIGN)
         self._number = self._bytes = self._host = self._peak = 0
         self._pinning = 0.0
-
-    @staticmethod
-    def _bound(limit: int) -> int:
-        return CAP if limit == -1 else limit
 
     def first_block(self, files: list[str]) -> int:
         """Bytes of the first block: what the limit and the files, where their size is known, make of it."""
@@ -225,7 +223,7 @@ class Load:
             with _uncollected():
                 extents, empty = _extents(files, read_headers(streamer, files))
             sizes = [size for extent in extents for *_, size in extent.tensors]
-            if self.limit < max(sizes, default=0) and self.limit != 0:
+            if self.limit < max(sizes, default=0) and self.limit != 0 and not self._unlimited:
                 raise Odd(f"{LIMIT} is {self.limit}, less than the largest tensor")
         except Odd as odd:
             logger.info("vllm-hotfix: %s: left to stock: %s", NAME, odd)
@@ -314,8 +312,8 @@ class Load:
     def share(self, sizes: list[int], limit: int | None) -> Staging:
         """Staging memory for this rank's share, each chunk of which must be in one block."""
         largest = max(sizes, default=0)
-        bound = self.limit if self._unlimited or limit is None else self._bound(limit)
-        bound = bound or largest
+        limit = self.limit if limit is None else limit
+        bound = max(self.limit, largest) if self._unlimited else limit or largest
         if bound < largest:
             requests = importlib.import_module("runai_model_streamer.file_streamer.requests_iterator")
             raise requests.RunaiStreamerMemoryLimitException(
@@ -323,8 +321,8 @@ class Load:
             )
         assert self.staging is not None
         self.staging.bound = bound
-        if self.staging.block < largest:
-            return self._arrange(largest, bound)
+        if not largest <= self.staging.block <= bound:
+            return self._arrange(max(1, largest), bound)
         return self.staging
 
 
@@ -377,7 +375,11 @@ class _OnDevice:
         """Copy a piece, which begins ``start`` bytes into the extent."""
         begin = self._lead + start
         self._device.copy(self._bytes[begin : begin + place.range.size], place.bytes)
-        self._copied = self._device.mark()
+        try:
+            self._copied = self._device.mark()
+        except BaseException:
+            self._device.stream().synchronize()  # the block may be unregistered by whoever sees this
+            raise
         place.block.copies.append(self._copied)
         self._taken = start + place.range.size
 
@@ -417,7 +419,10 @@ class _OnDevice:
                 base = typed[dtype] = self._bytes.view(dtype)
             views.append((name, base.as_strided(shape, stride, position)))
         if queued:
-            self._copied = self._device.mark()
+            try:
+                self._copied = self._device.mark()
+            except Exception:
+                self._device.stream().synchronize()
         return views
 
 
@@ -479,7 +484,7 @@ def read_headers(streamer: Any, files: list[str]) -> list[Header]:
         ValueError: the streamer cannot read one.
     """
     sizes: dict[int, int] = {}
-    for index, data in _read(streamer, [(index, path, 0, 8) for index, path in enumerate(files)]):
+    for index, data in list(_read(streamer, [(index, path, 0, 8) for index, path in enumerate(files)])):
         if len(data) != 8 or not 0 < (size := struct.unpack("<Q", data)[0]) <= _LARGEST_HEADER:
             raise Odd(f"{files[index]} does not begin with a header's size")
         sizes[index] = size

@@ -88,8 +88,12 @@ class Slabs:
             if slab is None:
                 return None
         stream = self.device.stream()
-        for other in slab.streams - {stream}:
-            self.device.follow_stream(other)
+        try:
+            for other in slab.streams - {stream}:
+                self.device.follow_stream(other)
+        except BaseException:
+            self._idle.append(slab)
+            raise
         slab.streams = {stream}
         return slab
 

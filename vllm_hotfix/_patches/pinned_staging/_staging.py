@@ -20,7 +20,7 @@ from ..._record import logger
 
 _PAGE = mmap.PAGESIZE
 _HUGE = 2 << 20
-_MADV_HUGEPAGE, _MADV_DONTFORK, _MADV_DOFORK, _MADV_POPULATE_WRITE = 14, 10, 11, 23
+_MADV_DONTNEED, _MADV_DONTFORK, _MADV_DOFORK, _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 4, 10, 11, 14, 23
 _THREADS = 8  # that populate; more were no faster
 _PIECE = 64 << 30  # bytes registered in one call at most
 
@@ -185,6 +185,7 @@ class Staging:
     def _drop(self, block: Block) -> None:
         self.blocks.remove(block)
         block.unpin()
+        _libc.madvise(block.address, block.size, _MADV_DONTNEED)  # someone may still refer to it
 
     def _refuse(self, error: Exception) -> None:
         self._refused = True
