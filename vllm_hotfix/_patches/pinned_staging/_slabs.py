@@ -13,7 +13,7 @@ from _vllm_hotfix import describe
 
 from ..._record import logger
 
-HELD = 2 << 30  # bytes that the loaders may keep in use
+HELD = 16 << 30  # bytes that the loaders may keep in use, as a reload does until a layer is complete
 #: Slabs that could not be freed when their last tensor died.
 _late: deque[Slab] = deque()
 
