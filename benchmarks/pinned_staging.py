@@ -287,7 +287,7 @@ class Side:
         """Have one load measured, with a block of so many MiB if it is the patched side's."""
         extra = self.extra() if load_format == STREAMER else {}
         if block:
-            extra["memory_limit"] = 2 * block << 20
+            extra["memory_limit"] = max(2 * block << 20, 1_000_000_000)
         try:
             if self._process is None:
                 self._process = self.start("serve")
