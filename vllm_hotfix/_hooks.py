@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -24,8 +25,8 @@ from ._patch import (
     DRIFTED,
     FAILED,
     FAULTS,
+    NOT_NEEDED,
     OFF,
-    READY,
     STRICT,
     Gate,
     HotfixError,
@@ -250,12 +251,12 @@ class Activation:
             RECORD.problem(Problem(", ".join(variables), reason))
         for patch in patches:
             verdict = judge(patch, sources, lock)
-            hooked = verdict.state == READY or verdict.foreign
+            hooked = verdict.state != NOT_NEEDED and bool(verdict.wanted(patch))
             RECORD.entries[patch.name] = Entry(verdict.state, verdict.reason, verdict, hooked)
             if verdict.state in FAULTS:
                 self._say(patch)
             if hooked:
-                for module in dict.fromkeys(target.name.partition(":")[0] for target in _wanted(patch, verdict)):
+                for module in dict.fromkeys(target.name.partition(":")[0] for target in verdict.wanted(patch)):
                     when_ready(module, self._on_module)
 
     def _on_module(self, module: ModuleType) -> None:
@@ -279,7 +280,7 @@ class Activation:
 
     def _wrap(self, patch: Patch, entry: Entry, module: str) -> None:
         assert entry.verdict is not None
-        wanted = _wanted(patch, entry.verdict)
+        wanted = entry.verdict.wanted(patch)
         mine = [target for target in wanted if target.name.partition(":")[0] == module]
         if not mine:
             return
@@ -293,7 +294,7 @@ class Activation:
         dead = [target.name for target in mine if not entry.wraps[target.name].alive]
         if dead:
             raise Drift(f"wrapped, but its place holds something else: {', '.join(dead)}")
-        if entry.verdict.foreign:
+        if entry.verdict.state in FAULTS:
             return  # the patch is not at work, only its settings are understood
         if missing:
             entry.reason = f"waits for the import of {', '.join(missing)}"
@@ -307,10 +308,14 @@ class Activation:
         return Wrap(target.name, getattr(implementation, target.wrapper), verdict.source(target.name), target.keep)
 
     def _fail(self, patch: Patch, error: Exception) -> None:
-        """All or nothing: a patch that is half there is not one."""
+        """All or nothing: a patch that is half there is not one. Only what understands its settings stays."""
         entry = RECORD.entries.setdefault(patch.name, Entry())
-        entry.undo()
-        entry.hooked = False
+        stays: list[Target] = []
+        if entry.verdict is not None and entry.verdict.state not in FAULTS:
+            entry.verdict = replace(entry.verdict, state=FAILED)
+            stays = entry.verdict.wanted(patch)
+        entry.hooked = bool(stays)
+        entry.undo(keep=[target.name for target in stays])
         entry.state, entry.reason = (DRIFTED, str(error)) if isinstance(error, Drift) else (FAILED, describe(error))
         self._say(patch)
 
@@ -397,12 +402,6 @@ class Activation:
             RECORD.problems.clear()
             RECORD.undone = True
             RECORD.remove()
-
-
-def _wanted(patch: Patch, verdict: Verdict) -> list[Target]:
-    """The targets to wrap, of those that this release has: only the ``always`` ones under a foreign verdict."""
-    there = [target for target in patch.targets if verdict.source(target.name)]
-    return [target for target in there if target.always] if verdict.foreign else there
 
 
 def load_lock() -> Lock | LockError:

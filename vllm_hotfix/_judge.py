@@ -11,7 +11,7 @@ from packaging.version import InvalidVersion, Version
 
 from _vllm_hotfix import describe
 
-from ._patch import DRIFTED, FAILED, NOT_NEEDED, READY, UNSUPPORTED, Patch
+from ._patch import DRIFTED, FAILED, FAULTS, NOT_NEEDED, READY, UNSUPPORTED, Patch, Target
 from ._upstream import ABSENT, Lock, LockError, Source, Sources, package_of
 
 _TITLES = {"runai_model_streamer": "Run:ai streamer (runai_model_streamer)"}
@@ -34,15 +34,19 @@ class Seen:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A patch's state before anything is wrapped (ready, not-needed, unsupported, drifted, failed), and why.
-
-    ``foreign`` says that it is unsupported or drifted only because of a package beside vLLM.
-    """
+    """A patch's state before anything is wrapped (ready, not-needed, unsupported, drifted, failed), and why."""
 
     state: str
     reason: str
     seen: tuple[Seen, ...] = ()
-    foreign: bool = False
+
+    def wanted(self, patch: Patch) -> list[Target]:
+        """The targets to wrap: those that are there, or, of a patch that does not fit, the known ``always`` ones."""
+        there = [target for target in patch.targets if self.source(target.name)]
+        if self.state not in FAULTS:
+            return there
+        known = {seen.name for seen in self.seen if seen.known}
+        return [target for target in there if target.always and target.name in known]
 
     def source(self, target: str) -> Source | None:
         """Where the source of one of the patch's names was found."""
@@ -60,7 +64,12 @@ def parse_version(text: str | None) -> Version | None:
 def judge(patch: Patch, sources: Sources, lock: Lock | LockError) -> Verdict:
     """Judge one patch against the sources found. Never raises an Exception."""
     try:
-        return _judge(patch, sources, lock)
+        verdict = _judge(patch, sources, lock)
+        if verdict.state in FAULTS and verdict.wanted(patch):
+            verdict = replace(
+                verdict, reason=f"{verdict.reason}; until then its settings are understood and do nothing"
+            )
+        return verdict
     except Exception as error:
         return Verdict(FAILED, f"its sources could not be checked: {describe(error)}")
 
@@ -133,10 +142,8 @@ def _judge_beside(patch: Patch, verdict: Verdict, sources: Sources, lock: Lock) 
             state, differ = UNSUPPORTED, min(reversed(other.values()), key=len, default=names)
             why = f"{title} {version or 'of unknown version'} is not a known release, nor is its code that of one"
         why = f"{why}: {_listed(differ)}; install one of {', '.join(releases)}, or leave the patch off"
-        if any(target.always for target in patch.targets):
-            why += "; until then its settings are understood and do nothing"
         seen = tuple(replace(one, known=one.known and one not in differ) for one in verdict.seen)
-        return Verdict(state, why, seen, foreign=True)
+        return Verdict(state, why, seen)
     return None
 
 

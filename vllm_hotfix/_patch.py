@@ -42,7 +42,7 @@ class Target:
         wrapper: name of the function in the patch's module that wraps it, with wrapt's signature
             ``(wrapped, instance, args, kwargs)``.
         keep: modules whose own name for the function stays the stock one.
-        always: wrapped also where a package beside vLLM is not known, so that the patch's settings stay understood.
+        always: wrapped also where other code of the patch is not known, so that its settings stay understood.
     """
 
     name: str

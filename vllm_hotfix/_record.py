@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,12 +57,13 @@ class Entry:
             return FAILED, f"no longer wrapped, replaced by others: {', '.join(lost)}"
         return self.state, self.reason
 
-    def undo(self) -> None:
-        """Undo what was wrapped, the last first."""
+    def undo(self, keep: Collection[str] = ()) -> None:
+        """Undo what was wrapped, the last first, but for the names to keep."""
         for wrap in (*reversed(self.wraps.values()), *reversed(self.retired)):
-            wrap.undo()
-        self.wraps.clear()
-        self.retired.clear()
+            if wrap.name not in keep:
+                wrap.undo()
+        self.wraps = {name: wrap for name, wrap in self.wraps.items() if name in keep}
+        self.retired = [wrap for wrap in self.retired if wrap.name in keep]
 
 
 class Record:

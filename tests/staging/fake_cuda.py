@@ -273,9 +273,6 @@ class Device:
         end = len(stream.queue)
         self.current.add(lambda: stream.run(end))
 
-    def keep(self, tensor: torch.Tensor) -> None:
-        self.kept.add((tensor.data_ptr(), self.current))
-
     def capturing(self) -> bool:
         return self.graph
 

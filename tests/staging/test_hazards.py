@@ -117,11 +117,6 @@ def no_used(monkeypatch, device) -> None:
     monkeypatch.setattr(_slabs.Slab, "used", nothing)
 
 
-def no_keep(monkeypatch, device) -> None:
-    """PyTorch's allocator is not told of the consumer's stream."""
-    monkeypatch.setattr(device, "keep", nothing)
-
-
 def no_free_wait(monkeypatch, device) -> None:
     """Device memory is freed without a wait for the streams that use it."""
     for stream in device.streams:
@@ -150,7 +145,6 @@ def early_lease(monkeypatch, device) -> None:
         (no_follow, other_stream),
         (no_follow_stream, other_stream),
         (no_used, other_stream),
-        (no_keep, other_stream),
         (no_free_wait, keep_none),
         (early_lease, keep_all),
         (early_lease, keep_some),

@@ -1033,15 +1033,38 @@ def test_beside_a_known_package_all_is_wrapped(vllm: Any, beside: Any) -> None:
     assert state_of(BESIDE) == (ACTIVE, "2 functions wrapped")
 
 
-def test_an_unknown_vllm_is_left_alone_beside_an_unknown_package(
-    vllm: Any, beside: Any, tmp_path: Path, logged: Any
+@pytest.mark.parametrize("known", [True, False])
+def test_in_an_unknown_vllm_only_known_settings_are_kept(
+    vllm: Any, beside: Any, tmp_path: Path, logged: Any, known: bool
 ) -> None:
-    """Where vLLM's own code is not known, nothing is wrapped, ``always`` or not."""
-    (tmp_path / "vllm/b.py").write_text("from vllm.a import f\nclass C:\n    def g(self):\n        return []\n")
-    beside(known=False)
-    assert vllm("a").f() == vllm("b").f() == ["stock"]
+    """Where other code of the patch is not known, the known ones of its ``always`` targets are wrapped."""
+    if known:
+        (tmp_path / "vllm/b.py").write_text("from vllm.a import f\nclass C:\n    def g(self):\n        return []\n")
+    else:
+        (tmp_path / "vllm/a.py").write_text("def f():\n    return ['other']\n")
+    active = beside(known=True)
+    assert vllm("a").f() == vllm("b").f() == (["stock", "patched"] if known else ["other"])
+    assert vllm("b").C().g() == ([] if known else ["stock"])
     assert state_of(BESIDE)[0] == DRIFTED
     assert len(logged()) == 1
+    active.deactivate()
+    assert vllm("a").f() == (["stock"] if known else ["other"])
+
+
+def test_a_target_that_cannot_be_wrapped_leaves_the_settings(vllm: Any, beside: Any, logged: Any) -> None:
+    """The patch is a fault with one warning, what understands its settings stays, and is undone with the rest."""
+    active = beside(known=True)
+    assert vllm("a").f() == ["stock", "patched"]
+    sys.modules.pop("vllm.b", None)
+    module: Any = sys.modules["vllm_hotfix._patches.beside"]
+    del module.mark
+    b = vllm("b")
+    assert b.C().g() == ["stock"]
+    assert b.f() == ["stock", "patched"]
+    assert state_of(BESIDE)[0] == FAILED
+    assert len(logged()) == 1
+    active.deactivate()
+    assert vllm("a").f() == ["stock"]
 
 
 def test_strict_refuses_beside_an_unknown_package(vllm: Any, beside: Any) -> None:

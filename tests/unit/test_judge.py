@@ -265,7 +265,6 @@ def test_no_package_beside_is_not_needed(sources: Any) -> None:
     verdict = judge(patch(**BESIDE), sources("1.0", OLD), streamer_lock())
     assert verdict.state == NOT_NEEDED
     assert verdict.reason == "no Run:ai streamer (runai_model_streamer) is installed, so there is nothing to patch"
-    assert not verdict.foreign
 
 
 @pytest.mark.parametrize("version", ["0.1", "0.2", "0.9", None])
@@ -275,7 +274,7 @@ def test_known_code_beside_is_ready(sources: Any, streamer: Any, version: str | 
     """One release has all names as they are, an absent one included, whatever the version says; under any vLLM."""
     streamer(version, text)
     verdict = judge(patch(**BESIDE), sources(vllm, OLD), streamer_lock())
-    assert (verdict.state, verdict.foreign) == (READY, False)
+    assert verdict.state == READY
     assert [(one.name, one.known) for one in verdict.seen] == [(name, True) for name in patch(**BESIDE).known_names]
 
 
@@ -284,7 +283,7 @@ def test_unknown_code_of_a_known_release_beside_is_drifted(sources: Any, streame
     """The reason has the package, its version, only what differs from that release, and what to do."""
     streamer("0.2", STREAMER_0_2.replace("2", "4"))
     verdict = judge(patch(**BESIDE), sources(vllm, OLD), streamer_lock())
-    assert (verdict.state, verdict.foreign) == (DRIFTED, True)
+    assert verdict.state == DRIFTED
     assert verdict.reason == (
         "Run:ai streamer (runai_model_streamer) 0.2 has code here that is not its release's: "
         "runai_model_streamer.m:read; install one of 0.1, 0.2, 0.3, or leave the patch off"
@@ -299,7 +298,7 @@ def test_unknown_code_of_an_unknown_release_beside_is_unsupported(
     """It is compared with the release that it is nearest to: here the one whose ``read`` it has."""
     streamer(version, STREAMER_0_1.replace("open", "opened"))
     verdict = judge(patch(**BESIDE, fixed_in="1.1"), sources("1.0", OLD), streamer_lock())
-    assert (verdict.state, verdict.foreign) == (UNSUPPORTED, True)
+    assert verdict.state == UNSUPPORTED
     assert f"streamer (runai_model_streamer) {said} is not a known release" in verdict.reason
     assert f": {S}.m:open (not there); install one of 0.1, 0.2, 0.3, or leave the patch off" in verdict.reason
     assert "read" not in verdict.reason
@@ -310,7 +309,7 @@ def test_code_of_several_releases_beside_is_not_known(sources: Any, streamer: An
     """Each function is one that some release has, but no release has them together; the newer one is compared with."""
     streamer(version, STREAMER_0_3 + STREAMER_0_1[STREAMER_0_1.index("def read") :])
     verdict = judge(patch(**BESIDE), sources("1.0", OLD), streamer_lock())
-    assert (verdict.state, verdict.foreign) == (UNSUPPORTED if version == "0.4" else DRIFTED, True)
+    assert verdict.state == (UNSUPPORTED if version == "0.4" else DRIFTED)
     assert f": {S}.m:{differs};" in verdict.reason
     assert [one.name for one in verdict.seen if not one.known] == [f"{S}.m:{differs}"]
 
@@ -320,7 +319,7 @@ def test_a_lock_that_does_not_know_the_package_beside_is_unsupported(sources: An
     streamer("0.1", STREAMER_0_1)
     lock = Lock(Lock.dump(["1.0"], {"vllm.m:f": {MARKS["old"]: ["1.0"]}}))
     verdict = judge(patch(**BESIDE), sources("1.0", OLD), lock)
-    assert (verdict.state, verdict.foreign) == (UNSUPPORTED, True)
+    assert verdict.state == UNSUPPORTED
     assert f"{S}.m:open, {S}.m:read" in verdict.reason
 
 
@@ -330,7 +329,7 @@ def test_vllm_is_judged_first(sources: Any, streamer: Any, installed: bool) -> N
     if installed:
         streamer("0.1", "")
     verdict = judge(patch(**BESIDE), sources("1.0", OTHER), streamer_lock())
-    assert (verdict.state, verdict.foreign) == (DRIFTED, False)
+    assert verdict.state == DRIFTED
     assert "vllm.m:f" in verdict.reason
     assert S not in verdict.reason
     assert [one.name for one in verdict.seen] == [*patch(**BESIDE).known_names]
@@ -357,7 +356,7 @@ def test_no_target_in_vllm_is_not_needed_whatever_is_beside(sources: Any, stream
     lock = Lock(Lock.dump(["1.0"], known, {S: ["0.1"]}))
     found = sources("1.0", "")
     verdict = judge(patch(**BESIDE), found, lock)
-    assert (verdict.state, verdict.foreign) == (NOT_NEEDED, False)
+    assert verdict.state == NOT_NEEDED
     assert verdict.reason == "vLLM 1.0 has none of the functions that it patches"
     both = (Target("vllm.m:f", "f"), Target(f"{S}.m:read", "read"))
     assert judge(patch(targets=both, relies=()), found, lock).state == DRIFTED

@@ -108,9 +108,6 @@ class FakeDevice:
     def follow_stream(self, stream: Any) -> None:
         """Do nothing."""
 
-    def keep(self, tensor: torch.Tensor) -> None:
-        """Do nothing."""
-
     def capturing(self) -> bool:
         """Say no."""
         return False

@@ -119,10 +119,6 @@ class Device:
         """Let the current stream wait for all that is queued on another."""
         self.stream().wait_stream(stream)
 
-    def keep(self, tensor: torch.Tensor) -> None:
-        """Let memory of PyTorch's allocator not be used again before the current stream is done with it."""
-        tensor.record_stream(self.stream())
-
     def capturing(self) -> bool:
         """Whether a CUDA graph is being captured, during which device memory cannot be freed."""
         capturing: bool = torch.cuda.is_current_stream_capturing()

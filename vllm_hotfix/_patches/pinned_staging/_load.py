@@ -15,6 +15,7 @@ import math
 import operator
 import os
 import struct
+import sys
 import time
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -71,7 +72,9 @@ def tensors(
 ) -> Iterator[Named]:  # fmt: skip
     """Yield the name and the tensor, on the current CUDA device, for every tensor of the files.
 
-    A tensor is the caller's: its memory is not written again while it or a view of it lives.
+    A tensor is the caller's: its memory is not written again while it or a view of it lives. It is to be used on the
+    stream that is current when it is asked for; who uses it on another makes that one wait, and the first wait for it
+    before the tensor is dropped: ``record_stream`` has no effect on memory that PyTorch did not allocate.
 
     Args:
         stock: vLLM's ``weight_utils``.
@@ -84,7 +87,7 @@ def tensors(
     Raises:
         ValueError: a file is damaged or cannot be read; as the streamer says it.
     """
-    begin = time.perf_counter()
+    begin, finalizing = time.perf_counter(), sys.is_finalizing
     load = None
     try:
         load = _prepare(stock, files, use_tqdm, device)
@@ -102,8 +105,9 @@ def tensors(
             yield from load.shared(streamer, files) if shared else load.alone(streamer, files)
         load.finished = True
     finally:
-        load.end()
-        load.report(time.perf_counter() - begin)
+        if not finalizing():  # then modules are going, and the process will be gone
+            load.end()
+            load.report(time.perf_counter() - begin)
 
 
 def _prepare(stock: ModuleType, files: list[str], use_tqdm: bool, device: str | None) -> Load:
@@ -137,6 +141,7 @@ class Load:
 
     def __init__(self, stock: ModuleType, device: Any, use_tqdm: bool) -> None:
         self.device, self.finished = device, False
+        self._stock_reads = False
         self.staging: Staging | None = None
         limit = int(os.environ.get(LIMIT, DEFAULT_LIMIT))
         self._unlimited = limit == -1 or LIMIT not in os.environ
@@ -181,7 +186,7 @@ class Load:
     def report(self, seconds: float) -> None:
         """Log what was done and keep it in the record."""
         for counter, number in {
-            "loads": 1,
+            "stock_loads" if self._stock_reads else "loads": 1,
             "tensors": self._number,
             "bytes": self._bytes,
             "host_bytes": self._host,
@@ -226,11 +231,14 @@ class Load:
             if self.limit < max(sizes, default=0) and self.limit != 0 and not self._unlimited:
                 raise Odd(f"{LIMIT} is {self.limit}, less than the largest tensor")
         except Odd as odd:
-            logger.info("vllm-hotfix: %s: left to stock: %s", NAME, odd)
+            RECORD.warn(f"{NAME}: stock loads these weights: {odd}")
+            self._stock_reads = True
             self._release()
             yield from self._as_stock(streamer, files)
             return
-        self._slabs.fit(max((extent.size for extent in extents), default=0) + 2 * _ALIGN)
+        needed = [_OnDevice.bytes_for(extent) for extent in extents]
+        # The one that the loaders have just had is still theirs when the next is copied.
+        self._slabs.fit(max(map(sum, zip([0, *needed], needed, strict=False)), default=0))
         inner = streamer.file_streamer.file_streamer
         if hasattr(inner, "total_size"):  # what the older streamers log at their end
             inner.total_size, inner.device_str = sum(sizes), str(self.device.name)
@@ -260,22 +268,24 @@ class Load:
             if start == 0:
                 whole = self._target(extent)
             assert whole is not None
+            complete = start + place.range.size == extent.size
             try:
                 whole.take(place, start)
+                if complete:
+                    whole.finish()
             except Exception as error:
                 whole = self._instead(whole, error)
                 whole.take(place, start)
-            if start + place.range.size == extent.size:
+            if complete:
                 yield from whole
                 whole = None  # not while the next extent is looked for memory
 
     def _target(self, extent: Extent) -> _OnDevice | _OnHost:
         self._add(extent.size, len(extent.tensors))
-        lead = extent.start % _ALIGN
         try:
-            slab = self._slabs.take(-(-(lead + extent.size) // _ALIGN) * _ALIGN)
+            slab = self._slabs.take(_OnDevice.bytes_for(extent))
             if slab is not None:
-                return _OnDevice(self.device, slab, extent, lead)
+                return _OnDevice(self.device, slab, extent)
         except Exception as error:
             self._refuse(error)
         self._host += extent.size
@@ -347,6 +357,8 @@ class _Share:
                 else:
                     self._empty.append((file.id, index))
                 offset += size
+        # The ring that the headers went through: newer streamers would report it as the load's.
+        self._streamer.requests_iterator = None
         self._load.share([one.size for one in self._ranges], memory_limit)
 
     def get_chunks(self) -> Iterator[tuple[int, int, torch.Tensor]]:
@@ -361,69 +373,72 @@ class _Share:
             yield *place.range.item, place.bytes.view(1, -1)
 
 
-class _OnDevice:
-    """An extent on the device, ``lead`` bytes into its slab."""
+def _whole(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN
 
-    def __init__(self, device: Any, slab: Slab, extent: Extent, lead: int) -> None:
+
+class _OnDevice:
+    """An extent on the device: its bytes, aligned as they are in the file, then those of them that must be moved."""
+
+    def __init__(self, device: Any, slab: Slab, extent: Extent) -> None:
         self.extent = extent
-        self._device, self._slab, self._lead = device, slab, lead
+        self._device, self._slab = device, slab
+        self._lead = extent.start % _ALIGN
         self._bytes = slab.tensor()
         self._taken = 0
         self._copied: Any = None
+        self._views: list[Named] = []
+
+    @staticmethod
+    def bytes_for(extent: Extent) -> int:
+        """What an extent needs: room for itself, and again for tensors at an address that their type cannot use."""
+        moved = sum(_whole(size) for _, dtype, _, _, start, size in extent.tensors if start % dtype.itemsize)
+        return _whole(extent.start % _ALIGN + extent.size) + moved
 
     def take(self, place: Place, start: int) -> None:
         """Copy a piece, which begins ``start`` bytes into the extent."""
         begin = self._lead + start
-        self._device.copy(self._bytes[begin : begin + place.range.size], place.bytes)
         try:
+            self._device.copy(self._bytes[begin : begin + place.range.size], place.bytes)
             self._copied = self._device.mark()
+            place.block.copies.append(self._copied)
         except BaseException:
             self._device.stream().synchronize()  # the block may be unregistered by whoever sees this
             raise
-        place.block.copies.append(self._copied)
         self._taken = start + place.range.size
 
     def so_far(self) -> torch.Tensor:
         """The pieces that have been copied, on the host."""
         return self._bytes[self._lead : self._lead + self._taken].cpu()
 
+    def finish(self) -> None:
+        """Make every tensor a view, the last one first, and leave the memory to them."""
+        typed: dict[torch.dtype, torch.Tensor] = {}
+        shift = self._lead - self.extent.start
+        end = _whole(self._lead + self.extent.size)
+        views: list[Named] = []
+        for name, dtype, shape, stride, start, size in reversed(self.extent.tensors):
+            place = start + shift
+            if start % dtype.itemsize:
+                self._bytes[end : end + size].copy_(self._bytes[place : place + size])
+                place, end = end, end + _whole(size)
+            base = typed.get(dtype)
+            if base is None:
+                base = typed[dtype] = self._bytes.view(dtype)
+            views.append((name, base.as_strided(shape, stride, place // dtype.itemsize)))
+        if end > _whole(self._lead + self.extent.size):
+            self._copied = self._device.mark()
+        self._views = views
+        del self._bytes
+
     def __iter__(self) -> Iterator[Named]:
-        views = self._views()
-        del self._bytes  # the views alone keep the memory
-        begin = home = self._device.stream_id()
-        while views:
+        home = self._device.stream_id()
+        while self._views:
             if self._device.stream_id() != home:
                 home = self._device.stream_id()
                 self._slab.used()
                 self._device.follow(self._copied)
-            if home != begin:
-                self._device.keep(views[-1][1])
-            yield views.pop()
-
-    def _views(self) -> list[Named]:
-        """Every tensor as a view, the last one first."""
-        typed: dict[torch.dtype, torch.Tensor] = {}
-        views: list[Named] = []
-        shift = self._lead - self.extent.start
-        queued = False
-        for name, dtype, shape, stride, start, size in reversed(self.extent.tensors):
-            start += shift
-            position, rest = divmod(start, dtype.itemsize)
-            if rest:  # an address that the type cannot use
-                aligned = self._bytes[start : start + size].clone()
-                views.append((name, aligned.view(dtype).view(shape)))
-                queued = True
-                continue
-            base = typed.get(dtype)
-            if base is None:
-                base = typed[dtype] = self._bytes.view(dtype)
-            views.append((name, base.as_strided(shape, stride, position)))
-        if queued:
-            try:
-                self._copied = self._device.mark()
-            except Exception:
-                self._device.stream().synchronize()
-        return views
+            yield self._views.pop()
 
 
 class _OnHost:
@@ -431,27 +446,33 @@ class _OnHost:
 
     def __init__(self, extent: Extent, so_far: torch.Tensor | None = None) -> None:
         self.extent = extent
-        self._whole: torch.Tensor | None = None
+        self._bytes: torch.Tensor | None = None
+        self._own = False
         if so_far is not None and len(so_far):
             self._assemble(so_far, 0)
 
     def take(self, place: Place, start: int) -> None:
         """Copy a piece; if it is all there is, when its tensors are asked for."""
         if place.range.size == self.extent.size:
-            self._whole = place.bytes
+            self._bytes, self._own = place.bytes, False
         else:
             self._assemble(place.bytes, start)
 
     def _assemble(self, piece: torch.Tensor, start: int) -> None:
-        if self._whole is None:
-            self._whole = torch.empty(self.extent.size, dtype=torch.uint8, device="cpu")
-        self._whole[start : start + len(piece)].copy_(piece)
+        if self._bytes is None:
+            self._bytes, self._own = torch.empty(self.extent.size, dtype=torch.uint8, device="cpu"), True
+        self._bytes[start : start + len(piece)].copy_(piece)
+
+    def finish(self) -> None:
+        """Nothing is left to do."""
 
     def __iter__(self) -> Iterator[Named]:
-        assert self._whole is not None
+        assert self._bytes is not None
+        alone = self._own and len(self.extent.tensors) == 1
         for name, dtype, shape, _, start, size in self.extent.tensors:
             start -= self.extent.start
-            yield name, self._whole[start : start + size].clone().view(dtype).view(shape)
+            part = self._bytes[start : start + size]
+            yield name, (part if alone else part.clone()).view(dtype).view(shape)
 
 
 # Headers.

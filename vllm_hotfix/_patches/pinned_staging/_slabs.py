@@ -14,6 +14,7 @@ from _vllm_hotfix import describe
 from ..._record import logger
 
 HELD = 16 << 30  # bytes that the loaders may keep in use, as a reload does until a layer is complete
+_IDLE = 4  # slabs that may wait for the next extent
 #: Slabs that could not be freed when their last tensor died.
 _late: deque[Slab] = deque()
 
@@ -63,27 +64,31 @@ class Slabs:
         self._total = 0
         self._idle: list[Slab] = []
         self._returned: deque[Slab] = deque()
-        self._closed = self._said = False
+        self._closed = self._refused = self._said = False
         with contextlib.suppress(IndexError):  # another thread was faster
             for _ in range(len(_late)):
                 late = _late.popleft()
                 late.slabs._free(late)
 
     def fit(self, size: int) -> None:
-        """Let one extent of this size be on the device, if half of the free memory is enough for it."""
+        """Let neighbouring extents of this size together be on the device, if half of the free memory is enough."""
         if size <= self._free_memory // 2:
             self._bound = max(self._bound, size)
 
     def take(self, size: int) -> Slab | None:
         """A slab of at least ``size`` bytes that the current stream may write, or None: too much is in use."""
-        if self._bound < 0:
+        if self._refused:
             return None
         while self._returned:
             self._idle.append(self._returned.popleft())
-        slab = min((one for one in self._idle if one.size >= size), key=lambda one: one.size, default=None)
+        self._idle.sort(key=lambda one: one.size)
+        slab = next((one for one in self._idle if one.size >= size), None)
         if slab is not None:
             self._idle.remove(slab)
-        else:
+        # What many held tensors or a large one needed goes back as soon as it is idle.
+        while sum(one.size for one in self._idle) > _IDLE * self._size:
+            self._free(self._idle.pop())
+        if slab is None:
             slab = self._allocate(max(size, self._size))
             if slab is None:
                 return None
@@ -103,9 +108,12 @@ class Slabs:
         why = f"tensors that are still in use hold {self._total / 2**20:.0f} MiB of device memory"
         if self._total + size <= self._bound:
             try:
-                slab = Slab(self, self.device.allocate(size), size)
-                self._total += size
-                return slab
+                if size > self.device.memory() // 2:
+                    why = "less than twice an extent's device memory is free"
+                else:
+                    slab = Slab(self, self.device.allocate(size), size)
+                    self._total += size
+                    return slab
             except Exception as error:
                 self._bound = self._total
                 why = describe(error)
@@ -116,7 +124,7 @@ class Slabs:
 
     def refuse(self) -> None:
         """Hand out none from here on."""
-        self._bound = -1
+        self._refused = True
 
     def give_back(self, slab: Slab) -> None:
         """No tensor uses the slab any more. From any thread."""

@@ -24,6 +24,9 @@ _MADV_DONTNEED, _MADV_DONTFORK, _MADV_DOFORK, _MADV_HUGEPAGE, _MADV_POPULATE_WRI
 _THREADS = 8  # that populate; more were no faster
 _PIECE = 64 << 30  # bytes registered in one call at most
 
+#: Memory that could not be unlocked.
+_stuck: list[torch.Tensor] = []
+
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
@@ -85,8 +88,13 @@ class Block:
         self._unregister = device.unregister
         try:
             for start in range(0, self.size, _PIECE):
-                device.register(self.address + start, min(_PIECE, self.size - start))
+                # Before the call: an interrupt comes when it has returned.
                 self._registered.append(self.address + start)
+                try:
+                    device.register(self.address + start, min(_PIECE, self.size - start))
+                except Exception:
+                    self._registered.pop()
+                    raise
         except BaseException:
             self.unpin()
             raise
@@ -100,12 +108,13 @@ class Block:
     def unpin(self) -> None:
         """Undo :meth:`pin`, and let children have the memory again. What cannot be undone ends with the process."""
         while self._registered:
-            address = self._registered.pop()
             try:
                 assert self._unregister is not None
-                self._unregister(address)
+                self._unregister(self._registered[-1])
             except Exception as error:
+                _stuck.append(self.bytes)  # locked memory must not be unmapped
                 logger.error("vllm-hotfix: pinned_staging: staging memory stays page-locked: %s", describe(error))
+            self._registered.pop()
         _libc.madvise(self.address, self.size, _MADV_DOFORK)
 
 
@@ -162,7 +171,7 @@ class Staging:
             return []
 
     def enlarge(self, block: Block, seconds: float, needed: int) -> Block:
-        """A block to go on with in place of this one: twice as large, if reading a block took longer than pinning that.
+        """A block to go on with in place of this one: four times as large, if reading took longer than pinning that.
 
         Args:
             block: a block that no one reads or writes any more, once the copies out of it are done.
@@ -170,7 +179,7 @@ class Staging:
             needed: bytes that are still to be read.
         """
         if seconds * self._pinned > 4 * self.seconds * self.block:
-            self.block = max(self.block, min(2 * self.block, self.bound // 2, needed // 2))
+            self.block = max(self.block, min(4 * self.block, self.bound // 2, needed // 2))
         if block.size >= self.block or self._refused:
             return block
         block.wait()
@@ -192,17 +201,27 @@ class Staging:
         logger.info("vllm-hotfix: pinned_staging: no more memory can be page-locked: %s", describe(error))
 
     def release(self) -> None:
-        """Wait for the copies, unregister, free: in this order, whatever fails; nothing in a forked child."""
+        """Wait for the copies, unregister, free: in this order, whatever fails; nothing in a forked child.
+
+        An interrupt is raised when all of it is done.
+        """
         if os.getpid() != self._pid:
             return
         blocks, self.blocks = self.blocks, []
-        for block in blocks:
-            try:
-                block.wait()
-            except Exception as error:  # the context is lost; nothing reads the memory any more
-                logger.warning("vllm-hotfix: pinned_staging: %s", describe(error))
-        for block in blocks:
-            block.unpin()
+        interrupt: BaseException | None = None
+        for step in [block.wait for block in blocks] + [block.unpin for block in blocks]:
+            done = False
+            while not done:
+                try:
+                    step()
+                    done = True
+                except Exception as error:  # the context is lost: nothing reads the memory any more
+                    logger.warning("vllm-hotfix: pinned_staging: %s", describe(error))
+                    done = True
+                except BaseException as error:
+                    interrupt = interrupt or error
+        if interrupt is not None:
+            raise interrupt
 
 
 def populate(address: int, size: int) -> None:
