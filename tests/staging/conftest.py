@@ -125,12 +125,13 @@ def platform(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
-    """The device that loads find. Nothing may have been used after it was given back."""
+    """The device that loads find. None of its memory may have come from PyTorch's allocator."""
     device = fake_cuda.Device()
     monkeypatch.setattr(_cuda, "open_device", lambda: device)
     yield device
     gc.collect()
     device.finish()
+    assert not device.foreign
 
 
 @pytest.fixture

@@ -97,11 +97,19 @@ class DeviceTensor(torch.Tensor):
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         # CUDA does not wait for anything where there is nothing to copy.
+        device = Device.latest
+        if function.__name__ in ("copy_", "clone") and all(isinstance(one, DeviceTensor) for one in args):
+            device.called("move", args[0].data_ptr())
+        if function.__name__ == "copy_" and all(isinstance(one, DeviceTensor) for one in args):
+            device.move(*args)
+            return args[0]
         if function.__name__ not in _VIEWS and not (args and isinstance(args[0], DeviceTensor) and not args[0].numel()):
-            Device.latest.current.run()
+            device.current.run()
         result = super().__torch_function__(function, types, args, kwargs or {})
-        if function.__name__ == "clone":
-            Device.latest.made(result.data_ptr())
+        if function.__name__ == "cpu":
+            return torch.Tensor.clone(result.as_subclass(torch.Tensor))
+        if isinstance(result, DeviceTensor) and result.numel() and not device.owns(result):
+            device.foreign.append(function.__name__)
         return result
 
 
@@ -113,9 +121,9 @@ class Device:
         broken: what a real device would have crashed or corrupted by.
         registered: host memory that is page-locked, address to size.
         allocated: device memory, address to the ctypes array.
-        homes: addresses in PyTorch's memory, and the stream each was allocated on.
-        kept: the same, and what other streams the allocator knows to use them.
+        foreign: operations whose result is in device memory of PyTorch's allocator.
         peak: most bytes that were page-locked at once.
+        free_bytes: device memory that is free while nothing is allocated.
     """
 
     name = torch.device("cpu")
@@ -129,8 +137,7 @@ class Device:
         self.registered: dict[int, int] = {}
         self.allocated: dict[int, Any] = {}
         self.peak = self.ever = 0
-        self.kept: set[tuple[int, Stream]] = set()
-        self.homes: dict[int, Stream] = {}
+        self.foreign: list[str] = []
         self.graph = False
         self.streams: list[Stream] = []
         self.current = self.new_stream("loader")
@@ -174,16 +181,11 @@ class Device:
     def read(self, tensor: torch.Tensor) -> bytearray:
         """Queue a consumer's read on the current stream. What it read comes later.
 
-        It does not hold the tensor, unless that is in memory of PyTorch's: its allocator does as much as holding it.
+        It does not hold the tensor, unless that is on the host.
         """
         span = Span(tensor.data_ptr(), tensor.nbytes)
         found = bytearray(span.size)
-        own = any(Span(at, len(memory)).meets(span) for at, memory in self.allocated.items())
-        held = None if own else tensor
-        stream = self.current
-        foreign = not own and type(tensor) is DeviceTensor and stream is not self.homes.get(span.address, stream)
-        if foreign and (span.address, stream) not in self.kept:
-            self.broken.append("memory of PyTorch's is used on a stream that its allocator does not know")
+        held = None if type(tensor) is DeviceTensor else tensor
 
         def work(held: torch.Tensor | None = held) -> None:
             found[:] = ctypes.string_at(*span)
@@ -191,10 +193,21 @@ class Device:
         self.current.add(work, span)
         return found
 
-    def made(self, address: int) -> None:
-        """PyTorch's allocator has given memory to the current stream."""
-        self.homes[address] = self.current
-        self.kept = {one for one in self.kept if one[0] != address}
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Whether it is in memory that was allocated here, be it freed since."""
+        span = Span(tensor.data_ptr(), tensor.nbytes)
+        memories = [*self.allocated.values(), *self._graveyard]
+        return any(Span(ctypes.addressof(memory), len(memory)).meets(span) for memory in memories)
+
+    def move(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Queue a copy within device memory on the current stream."""
+        to, origin = Span(target.data_ptr(), target.nbytes), Span(source.data_ptr(), source.nbytes)
+        assert to.size == origin.size and target.is_contiguous() and source.is_contiguous()
+        self.current.add(lambda: ctypes.memmove(to.address, origin.address, to.size), to, origin)  # type: ignore[func-returns-value]
+
+    def used(self) -> int:
+        """How many bytes of device memory are allocated."""
+        return sum(map(len, self.allocated.values()))
 
     def finish(self, *first: Stream) -> None:
         """Run everything, of these streams first."""
@@ -208,7 +221,7 @@ class Device:
     # What `_cuda.Device` has.
 
     def register(self, address: int, size: int) -> None:
-        self._call("register", address)
+        self.called("register", address)
         assert address % mmap.PAGESIZE == 0 and size > 0
         assert not any(Span(address, size).meets(Span(*one)) for one in self.registered.items()), "registered twice"
         self.registered[address] = size
@@ -216,12 +229,14 @@ class Device:
         self.peak = max(self.peak, sum(self.registered.values()))
 
     def unregister(self, address: int) -> None:
-        self._call("unregister", address)
+        self.called("unregister", address)
+        if address not in self.registered:
+            raise CudaError("cuMemHostUnregister: CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED (713)")
         self._unused(Span(address, self.registered[address]), "unregistered")
         del self.registered[address]
 
     def allocate(self, size: int) -> int:
-        self._call("allocate", size)
+        self.called("allocate", size)
         memory = (ctypes.c_ubyte * size)()
         address = ctypes.addressof(memory)
         ctypes.memset(address, NEW, size)
@@ -229,14 +244,14 @@ class Device:
         return address
 
     def free(self, address: int) -> None:
-        self._call("free", address)
+        self.called("free", address)
         memory = self.allocated.pop(address)
         self._unused(Span(address, len(memory)), "freed")
         ctypes.memset(address, FREED, len(memory))
         self._graveyard.append(memory)
 
     def memory(self) -> int:
-        return self.free_bytes
+        return self.free_bytes - self.used()
 
     def tensor(self, owner: Any, address: int, size: int) -> torch.Tensor:
         memory = (ctypes.c_ubyte * size).from_address(address)
@@ -244,7 +259,7 @@ class Device:
         return torch.frombuffer(memory, dtype=torch.uint8).as_subclass(DeviceTensor)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        self._call("copy", source.data_ptr())
+        self.called("copy", source.data_ptr())
         to, origin = Span(target.data_ptr(), target.numel()), Span(source.data_ptr(), source.numel())
         assert to.size == origin.size and target.dtype == source.dtype == torch.uint8
         assert any(Span(at, len(memory)).meets(to) for at, memory in self.allocated.items()), "copy to freed memory"
@@ -255,7 +270,7 @@ class Device:
             self.current.run()
 
     def mark(self) -> Event:
-        self._call("mark", None)
+        self.called("mark", None)
         return Event(self.current, len(self.current.queue))
 
     def stream(self) -> Stream:
@@ -265,18 +280,19 @@ class Device:
         return id(self.current)
 
     def follow(self, event: Event) -> None:
-        self._call("follow", event)
+        self.called("follow", event)
         self.current.add(event.synchronize)
 
     def follow_stream(self, stream: Stream) -> None:
-        self._call("follow_stream", stream)
+        self.called("follow_stream", stream)
         end = len(stream.queue)
         self.current.add(lambda: stream.run(end))
 
     def capturing(self) -> bool:
         return self.graph
 
-    def _call(self, call: str, argument: Any) -> None:
+    def called(self, call: str, argument: Any) -> None:
+        """Log a call, and let it fail if it is to."""
         self.log.append((call, argument))
         self._calls[call] = self._calls.get(call, 0) + 1
         fault = self._faults.get(call)

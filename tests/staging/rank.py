@@ -37,7 +37,7 @@ class _Lines(logging.Handler):
 
 def work(rank: int, job: dict[str, Any]) -> dict[str, Any]:
     """Load the files together with the other rank, and say what came of it."""
-    device, lines = Device(), _Lines()
+    device, lines, streamer = Device(), _Lines(), _Lines()
     own = job["ranks"][rank]
     for call, numbers in own.get("fail", {}).items():
         device.fail(call, *numbers)
@@ -52,6 +52,9 @@ def work(rank: int, job: dict[str, Any]) -> dict[str, Any]:
     logger = logging.getLogger("vllm.hotfix")
     logger.setLevel(logging.INFO)
     logger.addHandler(lines)
+    streamer_logger = logging.getLogger("runai_model_streamer")
+    streamer_logger.setLevel(logging.INFO)
+    streamer_logger.addHandler(streamer)
     os.environ.update(job["environment"])
     dist.init_process_group(
         "gloo", init_method=f"file://{job['store']}", rank=rank, world_size=2, timeout=timedelta(seconds=30)
@@ -61,10 +64,10 @@ def work(rank: int, job: dict[str, Any]) -> dict[str, Any]:
     try:
         iterator = _load.tensors(
             weight_utils,
-            lambda: weight_utils.runai_safetensors_weights_iterator(files, False, True),
+            lambda: weight_utils.runai_safetensors_weights_iterator(files, False, job["distributed"]),
             files,
             use_tqdm=False,
-            distributed=True,
+            distributed=job["distributed"],
         )
         for named in iterator:
             kept.append(named)
@@ -79,6 +82,8 @@ def work(rank: int, job: dict[str, Any]) -> dict[str, Any]:
     except Exception as error:
         answer["error"] = f"{type(error).__name__}: {error}"
     finally:
+        kept.clear()
+        named = iterator = None
         gc.collect()
         after = dict(os.environ)
         for environment in (before, after):
@@ -88,6 +93,7 @@ def work(rank: int, job: dict[str, Any]) -> dict[str, Any]:
             os.environ.pop(name, None)
         os.environ.pop("RUNAI_STREAMER_PROCESS_GROUP_SIZE", None)
         logger.removeHandler(lines)
+        streamer_logger.removeHandler(streamer)
     return answer | {
         "environment": after == before,
         "pinned": device.ever,
@@ -95,6 +101,7 @@ def work(rank: int, job: dict[str, Any]) -> dict[str, Any]:
         "left": len(device.registered) + len(device.allocated),
         "broken": device.broken,
         "lines": lines.found,
+        "streamer": [text for _, text in streamer.found],
         "counters": RECORD.counters.get("pinned_staging", {}),
     }
 

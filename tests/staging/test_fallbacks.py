@@ -230,13 +230,13 @@ def test_little_device_memory(small, load, device, files, contents, lines) -> No
 
 def test_held(monkeypatch, small, load, device, files, contents, lines) -> None:
     """Over the bound tensors come on the host, and on the device again as soon as some have been dropped."""
-    monkeypatch.setattr(_slabs, "HELD", 200_000)
+    monkeypatch.setattr(_slabs, "HELD", 250_000)
     kept, found, phases = [], {}, []
     for name, tensor in load(files):
         on_device = type(tensor) is DeviceTensor
         if tensor.nbytes and (not phases or phases[-1] != on_device):
             phases.append(on_device)
-        assert sum(map(len, device.allocated.values())) <= 200_000
+        assert sum(map(len, device.allocated.values())) <= 250_000
         kept.append((name, tensor))
         if phases[-1:] == [False] and len(kept) > 60:
             device.finish()
@@ -283,9 +283,7 @@ def test_copy_fails(small, load, device, files, contents, lines, call, number, k
             name: one.bytes for name, one in contents.items()
         }
     assert not device.broken
-    if call == "mark" and host is None:
-        assert device.calls(call) >= number  # the one behind copies on the device: they were waited for instead
-    elif device.calls(call) >= number:
+    if device.calls(call) >= number:
         assert host is not None
         (warning,) = lines.warnings
         assert f"no {call} today" in warning and "host tensors" in warning

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from checkpoint import Value, value, values
 
-from vllm_hotfix._patches.pinned_staging import _slabs, _staging
+from vllm_hotfix._patches.pinned_staging import _load, _slabs, _staging
 
 
 def keep_all(load, device, files) -> dict[str, bytes]:
@@ -117,6 +117,18 @@ def no_used(monkeypatch, device) -> None:
     monkeypatch.setattr(_slabs.Slab, "used", nothing)
 
 
+def no_mark_of_moves(monkeypatch, device) -> None:
+    """The consumer's stream waits for the copy, but not for the tensors that were moved within the device."""
+    finish = _load._OnDevice.finish
+
+    def end(extent) -> None:
+        copied = extent._copied
+        finish(extent)
+        extent._copied = copied
+
+    monkeypatch.setattr(_load._OnDevice, "finish", end)
+
+
 def no_free_wait(monkeypatch, device) -> None:
     """Device memory is freed without a wait for the streams that use it."""
     for stream in device.streams:
@@ -145,6 +157,7 @@ def early_lease(monkeypatch, device) -> None:
         (no_follow, other_stream),
         (no_follow_stream, other_stream),
         (no_used, other_stream),
+        (no_mark_of_moves, other_stream),
         (no_free_wait, keep_none),
         (early_lease, keep_all),
         (early_lease, keep_some),

@@ -13,6 +13,8 @@ import torch
 from checkpoint import Value, contents, noise, values, write, write_raw
 from vllm.model_executor.model_loader import weight_utils
 
+from vllm_hotfix._record import RECORD
+
 DATA = noise(4096, 9)
 
 
@@ -110,6 +112,20 @@ def test_odd_files_are_said(small, load, device, tmp_path, files, lines) -> None
     (line,) = lines.warnings
     assert "stock loads these weights" in line and "does not end where its header says" in line
     assert not device.calls("copy")
+
+
+def test_odd_files_are_counted(small, load, device, tmp_path, files, lines) -> None:
+    """Such a load, of a header that stock does understand, counts as a load of stock's; the second warns no more."""
+    path = str(write_raw(tmp_path / "odd.safetensors", *HEADERS["an offset too many"]))
+    expected = contents(files) | {"a": Value(torch.float32, (4, 8), DATA[:128])}
+    for _ in range(2):
+        assert values(load([*files, path])) == expected
+    counters = RECORD.counters["pinned_staging"]
+    assert counters["stock_loads"] == 2 and "loads" not in counters
+    assert counters["tensors"] == 2 * len(expected)
+    assert counters["host_bytes"] == counters["bytes"] == 2 * sum(len(one.bytes) for one in expected.values())
+    (warning,) = lines.warnings
+    assert "stock loads these weights" in warning and "a header that is not understood" in warning
 
 
 def test_same_file_twice(small, load, device, files) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 import time
@@ -39,14 +40,18 @@ def paced(monkeypatch, seconds: float) -> None:
 
 @pytest.mark.parametrize("bound", [40_000, 100_000, 262_144, 300_000, 1_000_000])
 def test_slow_storage(monkeypatch, tiny, load, device, files, contents, blocks, bound) -> None:
-    """Blocks double until two of them are the bound, and every byte is right meanwhile."""
+    """Blocks grow fourfold until two of them are the bound, and every byte is right meanwhile."""
     paced(monkeypatch, 100.0)
     monkeypatch.setattr(_load, "DEFAULT_LIMIT", max(bound, 150_001))
     kept = list(load(files))
     device.finish()
     assert values(kept) == contents
     limit = max(bound, 150_001)
-    assert blocks[0] == 16 << 10
+    assert blocks[:2] == [16 << 10] * 2
+    # Each step is the largest that is allowed: four times as large, half of the bound, half of what is left to read.
+    for before, block in itertools.pairwise(sorted({*blocks})):
+        assert before < block <= 4 * before
+        assert block == 4 * before or block > min(limit // 2, 500_000) - PAGE
     assert max(blocks) <= limit // 2 + PAGE
     assert max(blocks) > min(limit // 2, 500_000) - PAGE
     assert device.peak <= limit + 2 * PAGE
@@ -69,7 +74,7 @@ def test_slow_storage_really(monkeypatch, tiny, load, device, files, contents, b
     kept = list(load(files))
     device.finish()
     assert values(kept) == contents
-    assert max(blocks) >= 64 << 10
+    assert blocks[2] == 64 << 10
 
 
 def test_fast_storage(monkeypatch, tiny, load, device, files, contents, blocks) -> None:

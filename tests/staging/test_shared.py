@@ -25,7 +25,7 @@ def share(ranks, files, tmp_path):
     """Let both ranks load the files, each with its own faults; what they answer."""
 
     def share(*faults: dict[str, Any], files: list[str] = files, limit: str | None = None, dist: str = "1",
-              **settings: int) -> list[dict[str, Any]]:  # fmt: skip
+              distributed: bool = True, **settings: int) -> list[dict[str, Any]]:  # fmt: skip
         environment = ENVIRONMENT | {"RUNAI_STREAMER_DIST": dist}
         if limit is not None:
             environment["RUNAI_STREAMER_MEMORY_LIMIT"] = limit
@@ -35,6 +35,7 @@ def share(ranks, files, tmp_path):
                 "files": files,
                 "environment": environment,
                 "settings": SETTINGS | settings,
+                "distributed": distributed,
                 "ranks": faults or ({}, {}),
             }
         )
@@ -149,6 +150,14 @@ def test_empty_shard(share, expected, files, tmp_path) -> None:
     check(answers, expected)
 
 
+def test_no_false_ring(share, expected) -> None:
+    """The newer streamers report the ring of their buffers: not that of the headers, where the load has none."""
+    answers = share()
+    check(answers, expected)
+    for answer in answers:
+        assert not [line for line in answer["streamer"] if "CPU ring" in line]
+
+
 def test_less_tensors_than_ranks(share, tmp_path) -> None:
     """A rank that has nothing to read gets the tensor of the other."""
     data = noise(1000, 5)
@@ -164,6 +173,36 @@ def test_not_shared(share, contents) -> None:
         assert {name: one[2] for name, one in answer["tensors"].items()} == {
             name: hashlib.sha256(one.bytes).hexdigest() for name, one in contents.items()
         }
+
+
+@pytest.mark.parametrize("refused", [(), (0,), (1,), (0, 1)])
+def test_not_distributed(share, contents, refused) -> None:
+    """Two ranks that each read everything: a refused one is stock's, with one warning; no one waits for the other."""
+    faults: list[dict[str, Any]] = [{"fail": {"register": []}} if rank in refused else {} for rank in range(2)]
+    answers = share(*faults, distributed=False)
+    every = {
+        name: [str(one.dtype), list(one.shape), hashlib.sha256(one.bytes).hexdigest()] for name, one in contents.items()
+    }
+    check(answers, every)
+    for rank, answer in enumerate(answers):
+        if rank in refused:
+            assert answer["counters"] == {"stock_loads": 1} and len(warnings(answer)) == 1
+        else:
+            assert answer["counters"]["loads"] == 1 and answer["pinned"] >= 1 and not warnings(answer)
+
+
+@pytest.mark.parametrize("refused", [None, 0, 1])
+@pytest.mark.parametrize("left", [0, 1])
+def test_not_distributed_and_left(share, contents, refused, left) -> None:
+    """A rank that leaves such a load half way, refused or not, does not keep the other from its end."""
+    faults: list[dict[str, Any]] = [{}, {}]
+    faults[left] = {"leave": 7}
+    if refused is not None:
+        faults[refused] |= {"fail": {"register": []}}
+    answers = share(*faults, distributed=False)
+    assert [len(answer["tensors"]) for answer in answers] == ([7, len(contents)] if left == 0 else [len(contents), 7])
+    for answer in answers:
+        assert "error" not in answer and answer["left"] == 0 and not answer["broken"]
 
 
 def test_again(share, expected) -> None:

@@ -6,6 +6,7 @@ There is no GPU here: `devices.py` plays the device, and vLLM's platform is call
 from __future__ import annotations
 
 import importlib
+import importlib.machinery
 import inspect
 import logging
 import os
@@ -748,3 +749,74 @@ def test_without_a_streamer_there_is_nothing_to_patch(tmp_path: Path, checkpoint
     assert result["state"] == "not-needed"
     assert (result["key"] is False) is (Version("0.24") > VERSION)
     assert outcome.warnings == []
+
+
+def at_fault(folder: Path, prepare: Callable[[], None], checkpoint: str, expected: Named) -> frame.Outcome:
+    """In a process of its own, prepared: the state, what the settings lead to, and whether loads are stock's."""
+
+    def child() -> dict[str, Any]:
+        prepare()
+        frame.hear_warnings()
+        fake = FakeDevice()
+        _cuda.open_device = fake.open
+        weight_utils.current_platform = Cuda()
+        vllm_hotfix.activate()
+        (state,) = (patch for patch in vllm_hotfix.patches() if patch["name"] == KEY)
+        result = {"state": state["state"], "reason": state["reason"]}
+        result |= {"key": answer(PINNED)[0], "other": answer(PINNED | {"surprise": 1})[0], "bad": answer({KEY: 1})[0]}
+        result["right"] = []
+        for extra in ({}, PINNED, {KEY: False}) if result["key"] is False else ({},):
+            iterator = iterate(loader_of(extra), checkpoint)
+            result["right"].append(is_stock(iterator) and equal(read(iterator), expected))
+        result["opened"] = fake.opened
+        vllm_hotfix.deactivate()
+        result["undone"] = not hasattr(vars(RunaiModelStreamerLoader)["__init__"], "__wrapped__")
+        return result
+
+    return frame.forked(folder, child, **{GATE: "1"})
+
+
+def check_understood(outcome: frame.Outcome, state: str, why: str) -> None:
+    """One warning, stock loads, and the key is understood: neither refused nor left unchecked."""
+    result = outcome.ok()
+    assert result["state"] == state, result
+    assert why in result["reason"]
+    assert result["key"] is False, result
+    surprise = "Unexpected extra config keys for runai_streamer: {'surprise'}"
+    assert result["other"] == (False if Version("0.24") > VERSION else surprise)
+    assert result["bad"] == "pinned_staging must be a bool, got 1"
+    assert result["right"] == [True, True, True]
+    assert result["opened"] == 0
+    assert result["undone"] is True
+    assert len(outcome.warnings) == 1, outcome.output
+    assert all(word in outcome.warnings[0] for word in (KEY, GATE, state, "stock vLLM runs"))
+
+
+def test_a_changed_iterator_leaves_stock_and_the_key_understood(
+    tmp_path: Path, checkpoint: str, expected: Named
+) -> None:
+    """With other code in vLLM's iterator that does the same: drifted; a loader with the key is made and is stock."""
+    file = Path(weight_utils.__file__)
+    text = file.read_text()
+    start = text.index("def runai_safetensors_weights_iterator")
+    changed = text[:start] + text[start:].replace("streamer.stream_files(", "(streamer.stream_files)(", 1)
+    assert changed != text
+    source = file.parents[2]
+    home = frame.linked_tree(tmp_path / "changed", source, {str(file.relative_to(source)): changed})
+
+    def prepare() -> None:
+        sys.path.insert(0, str(home))
+        vllm = sys.modules["vllm"]
+        vllm.__path__[:] = [str(home / "vllm")]
+        vllm.__spec__ = importlib.machinery.PathFinder.find_spec("vllm", [str(home)])
+
+    check_understood(at_fault(tmp_path, prepare, checkpoint, expected), "drifted", "runai_safetensors_weights_iterator")
+
+
+def test_a_failed_wrap_leaves_stock_and_the_key_understood(tmp_path: Path, checkpoint: str, expected: Named) -> None:
+    """Where a target cannot be wrapped: failed, and a loader with the key is made and is stock."""
+
+    def prepare() -> None:
+        del pinned_staging.weights_iterator
+
+    check_understood(at_fault(tmp_path, prepare, checkpoint, expected), "failed", "weights_iterator")

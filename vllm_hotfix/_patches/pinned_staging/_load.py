@@ -236,9 +236,7 @@ class Load:
             self._release()
             yield from self._as_stock(streamer, files)
             return
-        needed = [_OnDevice.bytes_for(extent) for extent in extents]
-        # The one that the loaders have just had is still theirs when the next is copied.
-        self._slabs.fit(max(map(sum, zip([0, *needed], needed, strict=False)), default=0))
+        self._slabs.fit([_OnDevice.bytes_for(extent) for extent in extents])
         inner = streamer.file_streamer.file_streamer
         if hasattr(inner, "total_size"):  # what the older streamers log at their end
             inner.total_size, inner.device_str = sum(sizes), str(self.device.name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections import deque
 from typing import Any
@@ -70,10 +71,15 @@ class Slabs:
                 late = _late.popleft()
                 late.slabs._free(late)
 
-    def fit(self, size: int) -> None:
-        """Let neighbouring extents of this size together be on the device, if half of the free memory is enough."""
-        if size <= self._free_memory // 2:
-            self._bound = max(self._bound, size)
+    def fit(self, sizes: list[int]) -> None:
+        """Let a large extent and its neighbour be on the device together, if half of the free memory is enough.
+
+        The one that the loaders have just had is still theirs when the next is copied.
+        """
+        slabs = [0, *(max(size, self._size) for size in sizes)]
+        for one, other in itertools.pairwise(slabs):
+            if max(one, other) > self._size and one + other <= self._free_memory // 2:
+                self._bound = max(self._bound, one + other)
 
     def take(self, size: int) -> Slab | None:
         """A slab of at least ``size`` bytes that the current stream may write, or None: too much is in use."""
@@ -82,7 +88,8 @@ class Slabs:
         while self._returned:
             self._idle.append(self._returned.popleft())
         self._idle.sort(key=lambda one: one.size)
-        slab = next((one for one in self._idle if one.size >= size), None)
+        # A large one is not for a small extent, it would never be idle.
+        slab = next((one for one in self._idle if size <= one.size <= max(2 * size, self._size)), None)
         if slab is not None:
             self._idle.remove(slab)
         # What many held tensors or a large one needed goes back as soon as it is idle.

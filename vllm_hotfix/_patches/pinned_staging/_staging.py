@@ -112,8 +112,9 @@ class Block:
                 assert self._unregister is not None
                 self._unregister(self._registered[-1])
             except Exception as error:
-                _stuck.append(self.bytes)  # locked memory must not be unmapped
-                logger.error("vllm-hotfix: pinned_staging: staging memory stays page-locked: %s", describe(error))
+                if "NOT_REGISTERED" not in str(error):  # as it is after an interrupt
+                    _stuck.append(self.bytes)  # locked memory must not be unmapped
+                    logger.error("vllm-hotfix: pinned_staging: staging memory stays page-locked: %s", describe(error))
             self._registered.pop()
         _libc.madvise(self.address, self.size, _MADV_DOFORK)
 
@@ -144,18 +145,19 @@ class Staging:
     def grow(self) -> Block:
         """Add a pinned block. Raises what :class:`Block` and its ``pin`` raise."""
         begin = time.perf_counter()
-        block = Block(self.block)
-        block.pin(self.device)
-        self._add(block)
+        block = self.pageable()  # in the list before it is pinned: an interrupt leaves it to release()
+        try:
+            block.pin(self.device)
+        except Exception:
+            self.blocks.remove(block)
+            raise
         self._pinned += block.size
         self.seconds += time.perf_counter() - begin
         return block
 
     def pageable(self) -> Block:
         """Add a block that is not pinned. Raises OSError."""
-        return self._add(Block(self.block))
-
-    def _add(self, block: Block) -> Block:
+        block = Block(self.block)
         self.blocks.append(block)
         self.peak = max(self.peak, sum(one.size for one in self.blocks))
         return block
@@ -192,8 +194,8 @@ class Staging:
             return self.pageable()
 
     def _drop(self, block: Block) -> None:
-        self.blocks.remove(block)
         block.unpin()
+        self.blocks.remove(block)
         _libc.madvise(block.address, block.size, _MADV_DONTNEED)  # someone may still refer to it
 
     def _refuse(self, error: Exception) -> None:
