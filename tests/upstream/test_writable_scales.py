@@ -248,7 +248,7 @@ def test_what_does_not_overlap_is_the_same_object(monkeypatch: pytest.MonkeyPatc
         torch.rand(3, 4).t(),  # not contiguous
         torch.rand(4, 6)[:, ::2],
         one.expand(1),  # stride 0, one element
-        torch.rand(3, 1).as_strided((3, 1), (1, 0)),
+        torch.rand(12).as_strided((1, 3, 4), (0, 1, 3)),  # the same, not contiguous
         torch.empty(0, 3).as_strided((0, 3), (3, 0)),  # no element at all
         nn.Parameter(torch.rand(2), requires_grad=False),
         None,

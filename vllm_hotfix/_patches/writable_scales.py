@@ -30,7 +30,7 @@ _PREPARE = "vllm.model_executor.layers.quantization.utils.flashinfer_fp4_moe"
 PATCH = Patch(
     name="writable_scales",
     env="VLLM_HOTFIX_WRITABLE_SCALES",
-    fault="a reload cannot write to the input scales that the experts of an NVFP4 MoE layer share, and raises",
+    fault="a reload cannot write to the scales that the experts of an NVFP4 MoE share, and raises",
     upstream="vllm-project/vllm#49489",
     targets=(
         Target(f"{_PREPARE}:prepare_nvfp4_moe_layer_for_fi_or_cutlass", "prepare"),
@@ -73,6 +73,4 @@ def _overlaps(one: Any) -> bool:
     if not isinstance(one, sys.modules["torch"].Tensor):
         return False
     tensor: Tensor = one
-    return tensor.numel() > 0 and any(
-        size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
+    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
