@@ -27,7 +27,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 RELOAD = "vllm.model_executor.model_loader.reload"
-TARGET_MODULES = (f"{RELOAD}.layerwise", "vllm.model_executor.model_loader.base_loader")
+TARGET_MODULES = (
+    f"{RELOAD}.layerwise",
+    "vllm.model_executor.model_loader.base_loader",
+    "vllm.model_executor.layers.quantization.utils.flashinfer_fp4_moe",
+)
 GATE = "VLLM_HOTFIX_MEASURED_TOTALS"
 STRICT = "VLLM_HOTFIX_STRICT"
 ALIAS = "VLLM_LAYERWISE_RELOAD_MEASURED_TOTALS"

@@ -31,6 +31,7 @@ from vllm.model_executor.model_loader.reload import layerwise
 
 from vllm_hotfix._catalog import CATALOG
 from vllm_hotfix._judge import Verdict, judge
+from vllm_hotfix._patch import Patch
 from vllm_hotfix._upstream import ABSENT, Lock, LockError, Source, Sources, fingerprint, package_of
 
 RELEASE = os.environ["HOTFIX_RELEASE"]
@@ -38,8 +39,17 @@ SOURCE = Path(vllm.__file__).parent
 HOME = frame.package_home()
 BOOTSTRAP = str(HOME / "vllm_hotfix/bootstrap")
 SOURCES = Sources(SOURCE.parent)
-NAMES = [name for patch in CATALOG for name in patch.known_names if SOURCES.find(name)]
-TARGETS = [target.name for patch in CATALOG for target in patch.targets if SOURCES.find(target.name)]
+#: The patches whose fault this release has; of the others nothing is wrapped.
+NEEDED = [patch for patch in CATALOG if patch.fixed_in is None or Version(RELEASE) < Version(patch.fixed_in)]
+NAMES = [name for patch in NEEDED for name in patch.known_names if SOURCES.find(name)]
+TARGETS = [target.name for patch in NEEDED for target in patch.targets if SOURCES.find(target.name)]
+#: How often each function that some patch wraps is wrapped with every gate on.
+WRAPPED = {
+    target.name: int(target.name in TARGETS)
+    for patch in CATALOG
+    for target in patch.targets
+    if SOURCES.find(target.name)
+}
 #: The classes that have targets: module and name of each.
 CLASSES = {
     (name.partition(":")[0], name.partition(":")[2].rpartition(".")[0])
@@ -48,6 +58,8 @@ CLASSES = {
 }
 FUNCTIONS = [target for target in TARGETS if "." not in target.partition(":")[2]]
 PATCHES = {patch.name: patch for patch in CATALOG}
+#: Takes the functions that prepare NVFP4 layers by name.
+NVFP4 = "vllm.model_executor.layers.fused_moe.oracle.nvfp4"
 ON = {GATE: "1"}
 ALL_ON = {"VLLM_HOTFIX_ENABLE": "all"}
 
@@ -134,6 +146,7 @@ def run_command(tmp_path_factory: pytest.TempPathFactory, zygote: Zygote) -> tup
 def worker_modules(run_command: Any) -> list[str]:
     """Import what an engine's worker imports, by-name importers of targets among it, before any activation."""
     modules = ["vllm.v1.worker.gpu_worker", "vllm.v1.worker.gpu_model_runner", "vllm.plugins"]
+    modules += [*frame.TARGET_MODULES, NVFP4]
     if Version(RELEASE) >= Version("0.32"):
         modules.append(f"{RELOAD}.inplace")
     if Version(RELEASE) >= Version("0.33"):
@@ -153,7 +166,8 @@ def judged(
     changes = dict(changes or {})
     if version is not None:
         changes["_version.py"] = f"__version__ = version = {version!r}\n"
-    for name in {relative(found(name)) for name in NAMES} | {"__init__.py", "_version.py"}:
+    sources = [SOURCES.find(name) for patch in CATALOG for name in patch.known_names]
+    for name in {relative(source) for source in sources if source} | {"__init__.py", "_version.py"}:
         text = changes.get(name, (SOURCE / name).read_text("utf-8"))
         if text is not None:
             path = folder / "vllm" / name
@@ -163,8 +177,8 @@ def judged(
 
 
 def patches_of(name: str) -> set[str]:
-    """Return the patches that wrap a name or rely on it."""
-    return {patch.name for patch in CATALOG if name in patch.known_names}
+    """Return the patches, of those that this release needs, that wrap a name or rely on it."""
+    return {patch.name for patch in NEEDED if name in patch.known_names}
 
 
 def docstrings(text: str) -> list[ast.Expr]:
@@ -334,7 +348,7 @@ def test_another_kind_of_thing_is_drift(name: str, change: Callable[..., list[st
 
 
 @pytest.mark.parametrize("broken", ["def f(:\n", "x = '\n", "\0", "if x:\n", None])
-@pytest.mark.parametrize("name", [patch.targets[0].name for patch in CATALOG])
+@pytest.mark.parametrize("name", [patch.targets[0].name for patch in NEEDED])
 def test_a_file_that_is_no_code_is_a_state(broken: str | None, name: str, tmp_path: Path) -> None:
     """A target's file that cannot be parsed, or is not there, is a fault with a reason; nothing is raised.
 
@@ -377,6 +391,22 @@ def test_the_code_decides_and_the_version_explains(version: str, changed: bool, 
     verdict = judged(tmp_path, changes, version)["measured_totals"]
     assert verdict.state == state
     assert not changed or (version in verdict.reason and "_layerwise_process" in verdict.reason)
+
+
+@pytest.mark.parametrize("patch", [patch for patch in CATALOG if patch.fixed_in], ids=lambda patch: patch.name)
+@pytest.mark.parametrize("version", [RELEASE, "0.20.1.dev3+g0123456", "0.99.0.dev1", "0.20.0+vendor", "our-fork!"])
+def test_a_fix_is_known_by_its_code(version: str, patch: Patch, tmp_path: Path) -> None:
+    """Of a fork or a development build the code decides: the fixed body is not-needed, the one with the fault ready.
+
+    With one token changed it is drifted, but in a release that has the fix by its version, where it is not looked at.
+    """
+    needed = patch in NEEDED
+    verdict = judged(tmp_path / "as it is", {}, version)[patch.name]
+    assert verdict.state == ("ready" if needed else "not-needed"), verdict.reason
+    assert needed or str(patch.fixed_in) in verdict.reason
+    source = found(patch.targets[0].name)
+    verdict = judged(tmp_path / "changed", {relative(source): list(mutants(source))[-1]}, version)[patch.name]
+    assert verdict.state == ("not-needed" if version == RELEASE and not needed else "drifted"), verdict.reason
 
 
 def test_a_vllm_without_version_is_judged_by_its_code(tmp_path: Path) -> None:
@@ -551,6 +581,9 @@ def test_names_taken_before_activation_are_wrapped_and_given_back(worker_modules
     assert {
         (f"vllm.model_executor.model_loader.{one}", "runai_safetensors_weights_iterator") for one in loaders
     } <= streamed
+    for target in TARGETS:
+        if "flashinfer_fp4_moe:" in target:
+            assert (NVFP4, target.partition(":")[2]) in set(held[target])
     allowed = {place for places in held.values() for place in places} | {
         *(tuple(name.partition(":")[2].split(".")) for name in TARGETS if name not in FUNCTIONS),
         ("Worker", "load_model"),
@@ -560,8 +593,7 @@ def test_names_taken_before_activation_are_wrapped_and_given_back(worker_modules
     }
     allowed |= {(key, "load_general_plugins") for key in sys.modules}
     for live, (_, missed, changed, different) in zip(result["counts"][::2], result["counts"][1::2], strict=True):
-        assert set(live["layers"]) == set(TARGETS)
-        assert set(live["layers"].values()) == {1}
+        assert live["layers"] == WRAPPED
         assert set(live["states"].values()) <= {"active", "not-needed"}
         assert missed == []
         assert {tuple(one) for one in changed} <= allowed
@@ -834,8 +866,8 @@ def test_a_state_folder_that_cannot_be_is_one_warning(config: Any, place: str, t
 
 
 def assert_all_active(live: dict[str, Any]) -> None:
-    """Every target of this release is wrapped, once, and every patch that has something to do says active."""
-    assert live["layers"] == dict.fromkeys(TARGETS, 1)
+    """Every target with a fault is wrapped, once, no other is, and every patch that has something to do is active."""
+    assert live["layers"] == WRAPPED
     assert set(live["states"].values()) <= {"active", "not-needed"}, live["reasons"]
     assert "active" in live["states"].values()
 
