@@ -92,7 +92,8 @@ def tensors(
     try:
         load = _prepare(stock, files, use_tqdm, device)
     except Exception as error:
-        RECORD.warn(f"{NAME}: stock loads these weights: {describe(error)}")
+        why = str(error) if isinstance(error, _cuda.Unavailable) else describe(error)
+        RECORD.warn(f"{NAME}: stock loads these weights: {why}")
         RECORD.count(NAME, "stock_loads")
         RECORD.save()
     if load is None:  # not within the except clause, which would keep what has been refused
