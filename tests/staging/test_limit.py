@@ -133,7 +133,8 @@ def test_share_of_a_node(monkeypatch, device, files) -> None:
 
     monkeypatch.setenv(_load.LIMIT, "400000")
     load = _load._prepare(weight_utils, files, False, None)
-    staging = load.share([40_000] * 10, 100_000)
+    load.share([40_000] * 10, 100_000)
+    staging = load.staging
     staging.second(400_000)
     assert 40_000 <= sum(block.size for block in staging.blocks) <= 100_000 + 2 * PAGE
     load.end()

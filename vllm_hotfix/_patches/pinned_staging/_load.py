@@ -159,7 +159,7 @@ class Load:
             block = min(block, -(-sum(map(os.path.getsize, files)) // 2))
         return max(1, block)
 
-    def _arrange(self, block: int, limit: int) -> Staging:
+    def _arrange(self, block: int, limit: int) -> None:
         """Blocks of another size. This late a block that cannot be pinned is one that is not."""
         self._release()
         self.staging = Staging(self.device, block, limit)
@@ -168,7 +168,6 @@ class Load:
         except Exception as error:
             RECORD.warn(f"{NAME}: goes on with pageable staging memory: {describe(error)}")
             self.staging.pageable()
-        return self.staging
 
     def _release(self) -> None:
         if self.staging is not None:
@@ -318,8 +317,8 @@ class Load:
             # A view of the buffer that the next broadcast goes to.
             yield name, tensor if owned else tensor.clone()
 
-    def share(self, sizes: list[int], limit: int | None) -> Staging:
-        """Staging memory for this rank's share, each chunk of which must be in one block."""
+    def share(self, sizes: list[int], limit: int | None) -> None:
+        """Arrange the staging memory for this rank's share, each chunk of which must be in one block."""
         largest = max(sizes, default=0)
         limit = self.limit if limit is None else limit
         bound = max(self.limit, largest) if self._unlimited else limit or largest
@@ -331,8 +330,7 @@ class Load:
         assert self.staging is not None
         self.staging.bound = bound
         if not largest <= self.staging.block <= bound:
-            return self._arrange(max(1, largest), bound)
-        return self.staging
+            self._arrange(max(1, largest), bound)
 
 
 class _Share:
