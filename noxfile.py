@@ -66,19 +66,14 @@ def upstream(session: nox.Session) -> None:
     """
     chosen, arguments = _releases(session.posargs)
     python = _vllm_environment(session)
-    failed = []
+    environments = {}
     for version in chosen:
         turn = RELEASES.index(version) if version in RELEASES else -1
         beside = os.environ.get("HOTFIX_STREAMER") or STREAMERS[turn % len(STREAMERS)]
-        session.log(f"vLLM {version}, Run:ai streamer {beside}")
         path = os.pathsep.join(map(str, (sources(version), streamer(beside))))
         env = {"HOTFIX_RELEASE": version, "HOTFIX_STREAMER": beside, "PYTHONPATH": path}
-        try:
-            _run(session, python.with_name("pytest"), *(arguments or ["tests/upstream"]), env=env)
-        except CommandFailed:
-            failed.append(version)
-    if failed:
-        session.error(f"tests/upstream failed with vLLM {', '.join(failed)}")
+        environments[f"vLLM {version}, Run:ai streamer {beside}"] = env
+    _pytest_in_each(session, python, environments, arguments or ["tests/upstream"])
 
 
 @nox.session(venv_backend="none")
@@ -90,17 +85,12 @@ def staging(session: nox.Session) -> None:
     chosen = [argument for argument in session.posargs if argument in STREAMERS]
     arguments = [argument for argument in session.posargs if argument not in STREAMERS]
     python = _vllm_environment(session)
-    failed = []
-    for version in chosen or STREAMERS:
-        session.log(f"runai-model-streamer {version}")
-        # The environment has a release of its own, behind this one.
-        env = {"HOTFIX_STREAMER": version, "PYTHONPATH": str(streamer(version))}
-        try:
-            _run(session, python.with_name("pytest"), *(arguments or ["tests/staging"]), env=env)
-        except CommandFailed:
-            failed.append(version)
-    if failed:
-        session.error(f"tests/staging failed with streamer {', '.join(failed)}")
+    # The environment has a release of its own, behind this one.
+    environments = {
+        f"Run:ai streamer {version}": {"HOTFIX_STREAMER": version, "PYTHONPATH": str(streamer(version))}
+        for version in chosen or STREAMERS
+    }
+    _pytest_in_each(session, python, environments, arguments or ["tests/staging"])
 
 
 @nox.session(venv_backend="none")
@@ -166,6 +156,21 @@ def _vllm_environment(session: nox.Session) -> Path:
     # The wheel, not the checkout, and anew each time.
     _run(session, python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", ".")
     return python
+
+
+def _pytest_in_each(
+    session: nox.Session, python: Path, environments: dict[str, dict[str, str]], arguments: list[str]
+) -> None:
+    """Run pytest once in each environment, by its title, also behind one that failed."""
+    failed = []
+    for title, env in environments.items():
+        session.log(title)
+        try:
+            _run(session, python.with_name("pytest"), *arguments, env=env)
+        except CommandFailed:
+            failed.append(title)
+    if failed:
+        session.error(f"{' '.join(arguments)} failed with {'; '.join(failed)}")
 
 
 def _run(session: nox.Session, program: Path, *arguments: str, env: dict[str, str] | None = None) -> None:

@@ -485,14 +485,24 @@ def take(rounds: int, book: Book, work: str, asks: dict[str, Callable[[], Result
     return results
 
 
-def stream(arguments: argparse.Namespace, book: Book, sides: dict[str, Side]) -> None:
-    """The loader alone, stock against patched."""
-    rows, counted = [], []
+def works(
+    arguments: argparse.Namespace, book: Book, asks: Callable[[str], dict[str, Callable[[], Result]]]
+) -> Iterator[tuple[str, dict[str, list[Result]]]]:
+    """Measure in every folder whom `asks` has for it; its name and the results."""
     for folder in arguments.folders:
         work = Path(folder).name
         warm(folder)
-        asks = {who: functools.partial(side.ask, folder, STREAMER) for who, side in sides.items()}
-        results = take(arguments.rounds, book, work, asks)
+        yield work, take(arguments.rounds, book, work, asks(folder))
+
+
+def stream(arguments: argparse.Namespace, book: Book, sides: dict[str, Side]) -> None:
+    """The loader alone, stock against patched."""
+    rows, counted = [], []
+
+    def asks(folder: str) -> dict[str, Callable[[], Result]]:
+        return {who: functools.partial(side.ask, folder, STREAMER) for who, side in sides.items()}
+
+    for work, results in works(arguments, book, asks):
         stock, patched = results[STOCK], results[PATCHED]
         known = (stock + patched)[:1]
         rows.append(
@@ -518,12 +528,13 @@ def stream(arguments: argparse.Namespace, book: Book, sides: dict[str, Side]) ->
 def sizes(arguments: argparse.Namespace, book: Book, sides: dict[str, Side]) -> None:
     """The patched loader with staging blocks of several sizes."""
     rows = []
-    for folder in arguments.folders:
-        work = Path(folder).name
-        warm(folder)
+
+    def asks(folder: str) -> dict[str, Callable[[], Result]]:
         ask = functools.partial(sides[PATCHED].ask, folder, STREAMER)
-        asks = {f"2 x {size} MiB": functools.partial(ask, size) for size in arguments.blocks}
-        for who, got in take(arguments.rounds, book, work, asks).items():
+        return {f"2 x {size} MiB": functools.partial(ask, size) for size in arguments.blocks}
+
+    for work, results in works(arguments, book, asks):
+        for who, got in results.items():
             rows.append([work, who, spread(got), same(got)])
     print(f"\n{sides[PATCHED].about}; {arguments.rounds} rounds, seconds: min / median")
     table(["work", "staging memory", "patched", "parameters equal"], rows)
@@ -533,12 +544,12 @@ def alternatives(arguments: argparse.Namespace, book: Book, sides: dict[str, Sid
     """The patched loader against others; the default loader's parameters are the reference."""
     rows, counted = [], []
     loaders = [*ALTERNATIVES, STREAMER]
-    for folder in arguments.folders:
-        work = Path(folder).name
-        warm(folder)
-        sides_of = {name: sides[PATCHED if name == STREAMER else STOCK] for name in loaders}
-        asks = {name: functools.partial(side.ask, folder, name) for name, side in sides_of.items()}
-        results = take(arguments.rounds, book, work, asks)
+    sides_of = {name: sides[PATCHED if name == STREAMER else STOCK] for name in loaders}
+
+    def asks(folder: str) -> dict[str, Callable[[], Result]]:
+        return {name: functools.partial(side.ask, folder, name) for name, side in sides_of.items()}
+
+    for work, results in works(arguments, book, asks):
         for load_format, label in {STREAMER: "Run:ai streamer, patched", **ALTERNATIVES}.items():
             got = results[load_format]
             rows.append(
@@ -562,11 +573,11 @@ def alternatives(arguments: argparse.Namespace, book: Book, sides: dict[str, Sid
 def engines(arguments: argparse.Namespace, book: Book, sides: dict[str, Side], ranks: int) -> None:
     """A whole engine, stock against patched."""
     rows, counted = [], []
-    for folder in arguments.folders:
-        work = Path(folder).name
-        warm(folder)
-        asks = {who: functools.partial(side.engine, folder, ranks) for who, side in sides.items()}
-        results = take(arguments.rounds, book, work, asks)
+
+    def asks(folder: str) -> dict[str, Callable[[], Result]]:
+        return {who: functools.partial(side.engine, folder, ranks) for who, side in sides.items()}
+
+    for work, results in works(arguments, book, asks):
         stock, patched = results[STOCK], results[PATCHED]
         everything = stock + patched
         for rank in range(ranks):

@@ -66,22 +66,24 @@ def activate() -> None:
     assert state == "active", reason
 
 
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Turn the patch on for one test."""
-    monkeypatch.setenv(GATE, "1")
+def turned_on(monkeypatch: pytest.MonkeyPatch, value: str) -> Iterator[None]:
+    """Turn the patch on by a value of its gate, and off again."""
+    monkeypatch.setenv(GATE, value)
     activate()
     yield
     vllm_hotfix.deactivate()
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Turn the patch on for one test."""
+    yield from turned_on(monkeypatch, "1")
 
 
 @pytest.fixture
 def force(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Turn the patch on, and the key by default."""
-    monkeypatch.setenv(GATE, "force")
-    activate()
-    yield
-    vllm_hotfix.deactivate()
+    yield from turned_on(monkeypatch, "force")
 
 
 @pytest.fixture
