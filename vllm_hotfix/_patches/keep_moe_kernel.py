@@ -248,6 +248,7 @@ class _Refresh:
             else:
                 object.__setattr__(holder, key, fresh)
             _count("tensors_rebound")
+            RECORD.warn(f"{PATCH.name}: {path} is rebound, {why}; CUDA graphs captured with the old one are stale")
             _mark_stale(self.layer, f"{path} of the MoE kernel has other memory now: {why}")
         # What the layer has besides parameters, and shares with the new kernel.
         kept_by_fresh = {id(fresh): kept for kept, fresh in self._copies.values()}
