@@ -1,7 +1,7 @@
 """NVFP4 experts that compute on any device: a release's own classes, with their kernels stood in for by plain torch.
 
 The experts, their `apply`, the kernel object around them and its prepare and finalize are vLLM's own, and run as they
-are. What they call is not there without a Blackwell GPU, and these take its place: the fused kernel of each backend, the
+are. What they call is not there without a Blackwell GPU. Stood in for are the fused kernel of each backend, the
 quantization of activations (`scaled_fp4_quant`), the packing of routing weights, and FlashInfer's functions that change
 the layout of weights. A stand-in reads every tensor that it is given, each in such a way that another value gives
 another result, but computes no real activation function: those are flat where a wrong scale could hide.

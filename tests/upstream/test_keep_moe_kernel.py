@@ -8,6 +8,7 @@ FlashInfer, and `graphs.Graph` for a CUDA graph.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +32,8 @@ GATE = "VLLM_HOTFIX_KEEP_MOE_KERNEL"
 EXPERTS, HIDDEN, BETWEEN, TOKENS = 4, 256, 64, 5
 #: Two checkpoints, by the seed of their numbers.
 A, B = 1, 2
+COMPRESSED = "compressed_tensors.compressed_tensors_moe.compressed_tensors_moe"
+TARGETS = ("modelopt", "fp8", f"{COMPRESSED}_w8a8_fp8", f"{COMPRESSED}_w4a4_nvfp4")
 METHODS = {"modelopt": "ModelOptNvFp4FusedMoE", "compressed-tensors": "CompressedTensorsW4A4Nvfp4MoEMethod"}
 
 
@@ -225,6 +228,8 @@ def stock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 def patched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Apply the patch for one test."""
     with switched_on(monkeypatch, tmp_path / "state", GATE):
+        for module in TARGETS:  # none of them is imported before a model asks for it
+            importlib.import_module(f"vllm.model_executor.layers.quantization.{module}")
         state, reason = state_of_patch()
         assert state == "active", reason
         yield
