@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import kernels
@@ -25,6 +27,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.v1.worker import workspace
 
 import vllm_hotfix
+from vllm_hotfix._patches import keep_moe_kernel
 from vllm_hotfix._record import RECORD
 
 RELEASE = Version(os.environ["HOTFIX_RELEASE"])
@@ -34,6 +37,8 @@ EXPERTS, HIDDEN, BETWEEN, TOKENS = 4, 256, 64, 5
 A, B = 1, 2
 COMPRESSED = "compressed_tensors.compressed_tensors_moe.compressed_tensors_moe"
 TARGETS = ("modelopt", "fp8", f"{COMPRESSED}_w8a8_fp8", f"{COMPRESSED}_w4a4_nvfp4")
+#: The tensors that experts make of a limit of the activation function.
+OWN_NAMES = {"limit": "gemm1_clamp_limit", "alpha": "gemm1_alpha", "beta": "gemm1_beta"}
 METHODS = {"modelopt": "ModelOptNvFp4FusedMoE", "compressed-tensors": "CompressedTensorsW4A4Nvfp4MoEMethod"}
 
 
@@ -105,7 +110,6 @@ class Engine:
         self.host = host
         self.method = method
         self.backend = backend
-        self.experts = EXPERTS
         host.config.compilation_config.max_cudagraph_capture_size = TOKENS  # a worker has it by then
         #: In 0.20.0 to 0.22.1 FlashInfer's experts want a current configuration, which no worker has in a reload.
         #: A stock reload fails there for want of it, which is not the fault at hand.
@@ -120,11 +124,11 @@ class Engine:
 
     def _build(self, model: Probe, config: VllmConfig) -> None:
         sizes = {"size": HIDDEN, "intermediate_size": BETWEEN}
-        put_moe(model, quant_config(self.method), self.experts, **sizes, **limits(self.backend))
+        put_moe(model, quant_config(self.method), EXPERTS, **sizes, **limits(self.backend))
         self._layer, layer = experts_of(model)
         self._shapes = {name: (one.shape, one.dtype) for name, one in layer.named_parameters(recurse=False)}
 
-    def _stream(self, seed: int) -> Iterator[Piece]:
+    def stream(self, seed: int, experts: int = EXPERTS) -> Iterator[Piece]:
         """Yield a checkpoint in which no two scales are the same.
 
         Input scales come first and weights last: stock's trigger counts too few of the former in 0.20.0 to 0.22.1.
@@ -134,7 +138,7 @@ class Engine:
         for name in order:
             shape, dtype = self._shapes[name]
             rows = shape[1:] if name.startswith("w2") else (shape[1] // 2, *shape[2:])
-            for expert in range(shape[0]):
+            for expert in range(experts):
                 for shard in ("w2",) if name.startswith("w2") else ("w1", "w3"):
                     value = torch.rand(rows if len(shape) == 3 else (), generator=generator) + 0.5
                     if dtype is torch.uint8:
@@ -148,16 +152,21 @@ class Engine:
 
     def load(self, seed: int) -> Any:
         """Load cold."""
-        model = self.host.load(self._build, self._stream(seed))
+        model = self.host.load(self._build, self.stream(seed))
         method = self.quant_method(model)
         assert type(method).__name__ == METHODS[self.method]
         assert method.experts_cls is kernels.experts_class(self.backend)
         return model
 
-    def reload(self, model: Any, seed: int) -> None:
-        """Reload as the worker does."""
+    def reload(self, model: Any, seed: int, experts: int = EXPERTS) -> None:
+        """Reload as the worker does, or what no checkpoint can do to a layer: with another number of experts."""
         with set_current_vllm_config(self.host.config) if self.brings_config else contextlib.nullcontext():
-            self.host.reload(model, self._stream(seed))
+            self.host.begin(model)
+            layer = experts_of(model)[1]
+            for one in layer.parameters(recurse=False):
+                one.data = one.data.new_empty((experts, *one.shape[1:]))
+            model.load_weights(self.stream(seed, experts))
+            self.host.finish(model)
 
     def quant_method(self, model: Any) -> Any:
         """Return what holds the kernel."""
@@ -180,6 +189,13 @@ class Engine:
         given = {id(one) for one in (self.hidden, self.logits, self.topk_weights, self.topk_ids)}
         scratch = {storage(one) for one in workspace.current_workspace_manager()._current_workspaces if one is not None}
         return [one for one in graph.inputs if id(one) not in given and storage(one) not in scratch]
+
+    def owned(self, model: Any) -> list[Tensor]:
+        """Return the tensors that the kernel holds and that are not memory of a parameter, which vLLM refreshes."""
+        method = self.quant_method(model)
+        others = {storage(one) for one in (*model.parameters(), *model.buffers())}
+        everything = held(method.moe_kernel, method.moe_quant_config).values()
+        return list({storage(one): one for one in everything if storage(one) not in others}.values())
 
     def sleep(self, model: Any, graph: Graph) -> None:
         """Discard all that was made with the weights: what the graph reads, the model's tensors, the kernel's."""
@@ -241,6 +257,11 @@ def state_of_patch() -> tuple[str, str]:
     return one["state"], one["reason"]
 
 
+def counters() -> dict[str, int]:
+    """Return the patch's counters."""
+    return RECORD.counters.get("keep_moe_kernel", {})
+
+
 @pytest.fixture(params=["stock", "patched"])
 def side(request: pytest.FixtureRequest) -> str:
     """Run a test with vLLM as it is and with the patch applied."""
@@ -271,6 +292,8 @@ def test_a_replay_after_a_reload_is_a_cold_load(engine: Engine, side: str) -> No
     graph = engine.capture(model)
     read = engine.read(graph)
     addresses = [one.data_ptr() for one in read]
+    plain = engine.owned(model)
+    assert plain
     assert torch.equal(graph.replay(), old)
     for seed, right, wrong in ((B, new, old), (A, old, new)):
         assert right.isfinite().all()
@@ -282,6 +305,7 @@ def test_a_replay_after_a_reload_is_a_cold_load(engine: Engine, side: str) -> No
     if side == "patched":
         assert [one.data_ptr() for one in read] == addresses
         assert [one.data_ptr() for one in engine.read(engine.capture(model))] == addresses
+        assert counters() == {"kernels_kept": 2, "tensors_refreshed": 2 * len(plain)}
 
 
 def test_the_result_depends_on_all_that_is_read(engine: Engine, stock: None) -> None:
@@ -298,8 +322,196 @@ def test_the_result_depends_on_all_that_is_read(engine: Engine, stock: None) -> 
         memory.copy_(kept)
     assert torch.equal(graph.replay(), old)
     experts = engine.quant_method(model).moe_kernel.fused_experts
+    for name in ("limit", "alpha", "beta"):
+        assert f"swiglu_{name}" not in limits(engine.backend) or held(getattr(experts, OWN_NAMES[name]))
     unread = {storage(one) for one in held(experts).values()} - read.keys()
     # TRTLLM's hook makes other tensors of these, which the kernel gets in their stead.
     sources = (experts.quant_config.a2_gscale, *(one for name, one in vars(experts).items() if "unfolded" in name))
     trtllm = engine.backend.startswith("FLASHINFER_TRTLLM")
     assert unread <= ({storage(one) for one in sources if one is not None} if trtllm else set())
+
+
+# Outside a reload
+
+one_kind = pytest.mark.parametrize(("method", "backend"), [("modelopt", "FLASHINFER_CUTLASS")], indirect=True)
+
+
+@pytest.mark.parametrize("backend", ["FLASHINFER_TRTLLM", "VLLM_CUTLASS"], indirect=True)
+def test_a_first_load_that_is_tried_again_is_stocks(engine: Engine, patched: None) -> None:
+    """Where no reload runs, the weights are processed as by stock: a new kernel, and the old one is left alone."""
+    model = engine.load(A)
+    layer, method = experts_of(model)[1], engine.quant_method(model)
+    first, owned = method.moe_kernel, engine.owned(model)
+    before = [one.clone() for one in owned]
+    method.create_weights(
+        layer,
+        EXPERTS,
+        HIDDEN,
+        BETWEEN,
+        torch.bfloat16,
+        weight_loader=layer.weight_loader,
+        global_num_experts=EXPERTS,
+    )
+    model.load_weights(engine.stream(B))
+    with set_current_vllm_config(engine.host.config):  # as a first load has it
+        method.process_weights_after_loading(layer)
+    assert method.moe_kernel is not first
+    assert all(map(torch.equal, owned, before))
+    assert torch.equal(engine.apply(model), engine.apply(engine.load(B)))
+    assert counters() == {}
+
+
+@one_kind
+def test_models_of_one_process_are_apart(engine: Engine, patched: None) -> None:
+    """A reload of one model leaves the kernel of another, its tensors and where they are, as they were."""
+    one, other = engine.load(A), engine.load(A)
+    old = engine.apply(other)
+    graph = engine.capture(other)
+    kernel = engine.quant_method(other).moe_kernel
+    read = engine.read(graph)
+    before = [(tensor.data_ptr(), tensor.clone()) for tensor in read]
+    engine.reload(one, B)
+    assert engine.quant_method(other).moe_kernel is kernel
+    assert all(
+        now.data_ptr() == place and torch.equal(now, was) for now, (place, was) in zip(read, before, strict=True)
+    )
+    assert torch.equal(graph.replay(), old)
+    assert torch.equal(engine.apply(other), old)
+    assert counters()["kernels_kept"] == 1
+
+
+# A new kernel that is not the first one with other values
+
+
+@pytest.fixture
+def errors() -> Iterator[list[str]]:
+    """The errors that this package logs."""
+    heard: list[str] = []
+    handler = logging.Handler(logging.ERROR)
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("vllm.hotfix")
+    log.addHandler(handler)
+    yield heard
+    log.removeHandler(handler)
+
+
+def check_stale(errors: list[str], words: str) -> None:
+    """Check that the patch says once, and in its state, why captured graphs are stale."""
+    state, reason = state_of_patch()
+    assert state == "stale-graphs"
+    assert words in reason
+    (line,) = errors
+    assert words in line
+
+
+@one_kind
+def test_experts_of_another_class(
+    engine: Engine, patched: None, errors: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is written to what the first kernel owns, and the new one serves; under STRICT the reload raises."""
+    model = engine.load(A)
+    method = engine.quant_method(model)
+    first, owned = method.moe_kernel, engine.owned(model)
+    before = [one.clone() for one in owned]
+    method.experts_cls = type("Other", (method.experts_cls,), {})
+    engine.reload(model, B)
+    assert method.moe_kernel is not first
+    assert type(method.moe_kernel.fused_experts) is method.experts_cls
+    assert all(map(torch.equal, owned, before))
+    assert torch.equal(engine.apply(model), engine.apply(engine.load(B)))
+    assert counters() == {"kernels_replaced": 1}
+    check_stale(errors, "Other")
+    monkeypatch.setenv("VLLM_HOTFIX_STRICT", "1")
+    with pytest.raises(vllm_hotfix.HotfixError, match=r"keep_moe_kernel: .* is of class Other"):
+        engine.reload(model, A)
+    assert len(errors) == 1
+
+
+@one_kind
+def test_another_number_of_experts(
+    engine: Engine, patched: None, errors: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is written to what the first kernel reads, not even by vLLM; under STRICT the reload raises."""
+    model = engine.load(A)
+    method = engine.quant_method(model)
+    first = method.moe_kernel
+    read = held(first, method.moe_quant_config).values()
+    before = [one.clone() for one in read]
+    engine.reload(model, B, experts=EXPERTS + 2)
+    assert method.moe_kernel is not first
+    assert len(method.moe_quant_config.a1_gscale) == EXPERTS + 2
+    assert experts_of(model)[1].w13_weight.shape[0] == EXPERTS + 2
+    assert all(map(torch.equal, read, before))
+    assert counters() == {"kernels_replaced": 1}
+    check_stale(errors, "w13_weight")
+    monkeypatch.setenv("VLLM_HOTFIX_STRICT", "1")
+    with pytest.raises(vllm_hotfix.HotfixError, match="keep_moe_kernel"):
+        engine.reload(model, A)
+
+
+@one_kind
+@pytest.mark.parametrize(
+    "change",
+    [lambda one: one.double(), lambda one: one[:1].clone(), lambda one: one.repeat_interleave(2)[::2]],
+    ids=["dtype", "shape", "stride"],
+)
+def test_a_tensor_of_another_form_is_rebound(
+    engine: Engine, patched: None, errors: list[str], monkeypatch: pytest.MonkeyPatch, change: Any
+) -> None:
+    """The first kernel reads the new tensor from then on, all others are refreshed in place, and an error names it."""
+    model = engine.load(A)
+    method = engine.quant_method(model)
+    kernel, gscale = method.moe_kernel, method.moe_quant_config.a1_gscale
+    others = [one for one in engine.owned(model) if one is not gscale]
+    assert others
+    before, places = gscale.clone(), [one.data_ptr() for one in others]
+    stock = method.get_fused_moe_quant_config
+
+    def changed(layer: nn.Module) -> Any:
+        config = stock(layer)
+        config._a1.alpha_or_gscale = change(config._a1.alpha_or_gscale)
+        return config
+
+    monkeypatch.setattr(method, "get_fused_moe_quant_config", changed)
+    engine.reload(model, B)
+    assert method.moe_kernel is kernel
+    assert kernel.fused_experts.quant_config is method.moe_quant_config
+    now = method.moe_quant_config.a1_gscale
+    assert (now.dtype, now.shape, now.stride()) != (gscale.dtype, gscale.shape, gscale.stride())
+    assert torch.equal(gscale, before)
+    assert [one.data_ptr() for one in engine.owned(model) if one is not now] == places
+    assert torch.equal(engine.apply(model), engine.apply(engine.load(B)))
+    assert counters() == {"kernels_kept": 1, "tensors_refreshed": len(others), "tensors_rebound": 1}
+    check_stale(errors, "_a1.alpha_or_gscale")
+
+
+# The wrapped functions
+
+
+def functions() -> dict[str, Any]:
+    """Return the functions of this release that the patch may wrap, by name."""
+    found = {}
+    for target in keep_moe_kernel.PATCH.targets:
+        module, _, path = target.name.partition(":")
+        holder: Any = importlib.import_module(module)
+        *classes, name = path.split(".")
+        for one in classes:
+            holder = getattr(holder, one)
+        if name in vars(holder):
+            found[path] = vars(holder)[name]
+    return found
+
+
+def test_what_is_wrapped_and_given_back(host: Host, request: pytest.FixtureRequest) -> None:
+    """One function of each method is wrapped, and the end of a reload; `deactivate()` gives all of them back.
+
+    Without the gate nothing is wrapped.
+    """
+    stock = functions()
+    assert all(type(one) is FunctionType for one in stock.values())
+    request.getfixturevalue("patched")
+    wrapped = {name for name, one in functions().items() if one is not stock[name]}
+    methods = [*METHODS.values(), "ModelOptFp8MoEMethod", "Fp8MoEMethod", "CompressedTensorsW8A8Fp8MoEMethod"]
+    assert sorted(name.split(".")[0] for name in wrapped) == sorted([*methods, "finalize_layerwise_reload"])
+    vllm_hotfix.deactivate()
+    assert all(one is stock[name] for name, one in functions().items())
