@@ -2,9 +2,10 @@
 
 The experts, their `apply`, the kernel object around them and its prepare and finalize are vLLM's own, and run as they
 are. What they call is not there without a Blackwell GPU. Stood in for are the fused kernel of each backend, the
-quantization of activations (`scaled_fp4_quant`), the packing of routing weights, and FlashInfer's functions that change
-the layout of weights. A stand-in reads every tensor that it is given, each in such a way that another value gives
-another result, but computes no real activation function: those are flat where a wrong scale could hide.
+quantization of activations (`scaled_fp4_quant`), the packing of routing weights, and the functions of FlashInfer and of
+Marlin (`gptq_marlin_repack`) that change the layout of weights. A stand-in reads every tensor that it is given, each in
+such a way that another value gives another result, but computes no real activation function: those are flat where a
+wrong scale could hide.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ BACKENDS = {
     "FLASHINFER_CUTLASS": ("FlashInferExperts", "experts.flashinfer_cutlass_moe", "flashinfer_cutlass_moe"),
     "FLASHINFER_CUTEDSL": ("FlashInferCuteDSLExperts", "experts.flashinfer_cutedsl_moe"),
     "VLLM_CUTLASS": ("CutlassExpertsFp4", "experts.cutlass_moe", "cutlass_moe"),
+    "MARLIN": ("MarlinExperts", "experts.marlin_moe", "fused_marlin_moe"),
 }
 
 
@@ -59,9 +61,11 @@ class ActivationType(IntEnum):
 def stand_in(patch: pytest.MonkeyPatch) -> None:
     """Put the stand-ins where vLLM finds the kernels, and give it a workspace as its model runner does."""
     from vllm import _custom_ops as custom_ops
+    from vllm.model_executor.layers.quantization.utils import marlin_utils
     from vllm.v1.worker import workspace
 
     patch.setattr(custom_ops, "scaled_fp4_quant", quantize)
+    patch.setattr(custom_ops, "gptq_marlin_repack", repack)
     for name in ("", ".fused_moe", ".fused_moe.core", ".cute_dsl", ".cute_dsl.utils"):
         patch.setitem(sys.modules, f"flashinfer{name}", ModuleType(f"flashinfer{name}"))
     flashinfer = sys.modules["flashinfer"]
@@ -77,6 +81,7 @@ def stand_in(patch: pytest.MonkeyPatch) -> None:
         ("FLASHINFER_CUTLASS", "flashinfer_cutlass_fused_moe", flashinfer_cutlass),
         ("FLASHINFER_CUTEDSL", "flashinfer_cute_dsl_fused_moe_nvfp4", cutedsl),
         ("VLLM_CUTLASS", "run_cutlass_moe_fp4", cutlass),
+        ("MARLIN", "fused_marlin_moe", marlin),
     ):
         patch.setattr(sys.modules[experts_class(backend).__module__], name, function)
     # A kernel of its own in 0.20.0 to 0.29.0; later releases hand both on as they are.
@@ -85,6 +90,7 @@ def stand_in(patch: pytest.MonkeyPatch) -> None:
     if not torch.accelerator.is_available():
         patch.setattr(Tensor, "cuda", lambda self, *args, **options: self)
         patch.setattr(torch.accelerator, "current_device_index", lambda: "cpu")
+        patch.setattr(marlin_utils, "num_compute_units", lambda *args: 1)
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     patch.setattr(workspace, "_manager", workspace.WorkspaceManager(device))
 
@@ -100,10 +106,10 @@ def numbers(packed: Tensor) -> Tensor:
     return torch.stack((packed & 15, packed >> 4), -1).flatten(-2).double() - 8
 
 
-def scaled(packed: Tensor, scales: Tensor) -> Tensor:
+def scaled(packed: Tensor, scales: Tensor, kind: torch.dtype = torch.float8_e4m3fn) -> Tensor:
     """Return the numbers of a matrix, or of each expert's, times the scale of their block of 16."""
     blocks = numbers(packed).unflatten(-1, (-1, 16))
-    return (blocks * scales.view(torch.float8_e4m3fn).double().reshape(*blocks.shape[:-1], 1)).flatten(-2)
+    return (blocks * scales.view(kind).double().reshape(*blocks.shape[:-1], 1)).flatten(-2)
 
 
 def quantize(values: Tensor, gscale: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
@@ -123,8 +129,8 @@ def routed(topk_ids: Tensor, topk_weights: Tensor, experts: int) -> Tensor:
 def moe(
     inputs: Tensor,
     routing: Tensor,
-    first: tuple[Tensor, Tensor],
-    second: tuple[Tensor, Tensor],
+    first: Tensor,
+    second: Tensor,
     gate: Tensor,
     up: Tensor,
     out: Tensor,
@@ -133,7 +139,7 @@ def moe(
     beta: Tensor | None = None,
 ) -> Tensor:
     """Compute what each token's experts make of it; all but the matrices are one number for each expert."""
-    left, right = torch.einsum("tk,erk->ter", inputs, scaled(*first)).chunk(2, -1)
+    left, right = torch.einsum("tk,erk->ter", inputs, first).chunk(2, -1)
     if limit is not None:
         left, right = left.minimum(limit[:, None]), right.minimum(limit[:, None]).maximum(-limit[:, None])
     if alpha is not None:
@@ -141,7 +147,7 @@ def moe(
     if beta is not None:
         right = right + beta[:, None]
     between = (left * gate[:, None]) * (right * up[:, None])
-    each = torch.einsum("ter,ekr->tek", between, scaled(*second)) * out[:, None]
+    each = torch.einsum("ter,ekr->tek", between, second) * out[:, None]
     return torch.einsum("tek,te->tk", each, routing)
 
 
@@ -150,8 +156,8 @@ def trtllm(routing: Tensor, **given: Any) -> Tensor:
     return moe(
         scaled(given["hidden_states"], given["hidden_states_scale"]),
         routing,
-        (given["gemm1_weights"], given["gemm1_weights_scale"]),
-        (given["gemm2_weights"], given["gemm2_weights_scale"]),
+        scaled(given["gemm1_weights"], given["gemm1_weights_scale"]),
+        scaled(given["gemm2_weights"], given["gemm2_weights_scale"]),
         gate=given["output1_scale_gate_scalar"],
         up=given["output1_scale_scalar"],
         out=given["output2_scale_scalar"],
@@ -192,8 +198,8 @@ def flashinfer_cutlass(
     result = moe(
         scaled(input, input_sf),
         routed(token_selected_experts, token_final_scales, len(g1_alphas)),
-        (fc1_expert_weights, w1_scale),
-        (fc2_expert_weights, w2_scale),
+        scaled(fc1_expert_weights, w1_scale),
+        scaled(fc2_expert_weights, w2_scale),
         gate=g1_alphas * a1_gscale,
         up=g1_alphas * a2_gscale,
         out=g2_alphas,
@@ -224,8 +230,8 @@ def cutedsl(
     result = moe(
         scaled(x, x_sf),
         routed(token_selected_experts, token_final_scales, len(w1_alpha)),
-        (w1_weight, w1_weight_sf),
-        (w2_weight, w2_weight_sf),
+        scaled(w1_weight, w1_weight_sf),
+        scaled(w2_weight, w2_weight_sf),
         gate=w1_alpha,
         up=w1_alpha * fc2_input_scale,
         out=w2_alpha,
@@ -253,10 +259,50 @@ def cutlass(
     result = moe(
         a.double(),
         routed(topk_ids, topk_weights, len(w1_alphas)),
-        (w1_fp4, w1_blockscale),
-        (w2_fp4, w2_blockscale),
+        scaled(w1_fp4, w1_blockscale),
+        scaled(w2_fp4, w2_blockscale),
         gate=w1_alphas * a1_gscale,
         up=w1_alphas * a2_gscale,
         out=w2_alphas,
     )
     output.copy_(result)
+
+
+def repack(b_q_weight: Tensor, *, size_k: int, size_n: int, **options: Any) -> Tensor:
+    """Return weights in the shape that they have for Marlin, but in no other order."""
+    return b_q_weight.reshape(size_k // 16, size_n * 2)
+
+
+def marlin(
+    *,
+    hidden_states: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    w1_scale: Tensor,
+    w2_scale: Tensor,
+    global_scale1: Tensor,
+    global_scale2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    output: Tensor,
+    **options: Any,
+) -> Tensor:
+    """Stand in for Marlin's kernel, which takes the activations as they are."""
+
+    def repacked(weights: Tensor, scales: Tensor) -> Tensor:
+        lines = weights.reshape(len(weights), -1, scales.shape[-1]).transpose(1, 2).contiguous()
+        # Marlin has its own kind of eight bits, some of which would read as no number.
+        return scaled(lines, scales, torch.uint8)
+
+    # They have the exponent's bias of the activations' dtype in them.
+    first, second = (scale.double() * 2.0**-119 for scale in (global_scale1, global_scale2))
+    result = moe(
+        hidden_states.double(),
+        routed(topk_ids, topk_weights, len(first)),
+        repacked(w1, w1_scale),
+        repacked(w2, w2_scale),
+        gate=first,
+        up=first,
+        out=second,
+    )
+    return output.copy_(result)
