@@ -35,8 +35,6 @@ GATE = "VLLM_HOTFIX_KEEP_MOE_KERNEL"
 EXPERTS, HIDDEN, BETWEEN, TOKENS = 4, 256, 64, 5
 #: Two checkpoints, by the seed of their numbers.
 A, B = 1, 2
-COMPRESSED = "compressed_tensors.compressed_tensors_moe.compressed_tensors_moe"
-TARGETS = ("modelopt", "fp8", f"{COMPRESSED}_w8a8_fp8", f"{COMPRESSED}_w4a4_nvfp4")
 #: The tensors that experts make of a limit of the activation function.
 OWN_NAMES = {"limit": "gemm1_clamp_limit", "alpha": "gemm1_alpha", "beta": "gemm1_beta"}
 METHODS = {"modelopt": "ModelOptNvFp4FusedMoE", "compressed-tensors": "CompressedTensorsW4A4Nvfp4MoEMethod"}
@@ -251,8 +249,7 @@ def stock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 def patched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Apply the patch for one test."""
     with switched_on(monkeypatch, tmp_path / "state", GATE):
-        for module in TARGETS:  # none of them is imported before a model asks for it
-            importlib.import_module(f"vllm.model_executor.layers.quantization.{module}")
+        functions()  # imports their modules, which no model has asked for yet
         state, reason = state_of_patch()
         assert state == "active", reason
         yield
@@ -516,12 +513,12 @@ def functions() -> dict[str, Any]:
     found = {}
     for target in keep_moe_kernel.PATCH.targets:
         module, _, path = target.name.partition(":")
-        holder: Any = importlib.import_module(module)
-        *classes, name = path.split(".")
-        for one in classes:
-            holder = getattr(holder, one)
-        if name in vars(holder):
-            found[path] = vars(holder)[name]
+        with contextlib.suppress(ImportError):
+            imported = importlib.import_module(module)
+            holder = getattr(imported, path.split(".")[0], None) if "." in path else imported
+            name = path.split(".")[-1]
+            if holder is not None and name in vars(holder):
+                found[path] = vars(holder)[name]
     return found
 
 
@@ -533,8 +530,11 @@ def test_what_is_wrapped_and_given_back(host: Host, request: pytest.FixtureReque
     stock = functions()
     assert all(type(one) is FunctionType for one in stock.values())
     request.getfixturevalue("patched")
-    wrapped = {name for name, one in functions().items() if one is not stock[name]}
-    methods = [*METHODS.values(), "ModelOptFp8MoEMethod", "Fp8MoEMethod", "CompressedTensorsW8A8Fp8MoEMethod"]
-    assert sorted(name.split(".")[0] for name in wrapped) == sorted([*methods, "finalize_layerwise_reload"])
+    wrapped = [name for name, one in functions().items() if one is not stock[name]]
+    classes = [name.split(".")[0] for name in wrapped]
+    assert sorted(classes) == sorted({name.split(".")[0] for name in stock})
+    assert {*METHODS.values(), "finalize_layerwise_reload"} <= {*classes}
+    # Where a release has a function for just that, it is the one.
+    assert ("ModelOptNvFp4FusedMoE._build_moe_kernel" in wrapped) == (Version("0.30") <= RELEASE)
     vllm_hotfix.deactivate()
     assert all(one is stock[name] for name, one in functions().items())
