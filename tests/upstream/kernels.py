@@ -29,7 +29,10 @@ BACKENDS = {
     "FLASHINFER_CUTEDSL": ("FlashInferCuteDSLExperts", "experts.flashinfer_cutedsl_moe"),
     "VLLM_CUTLASS": ("CutlassExpertsFp4", "experts.cutlass_moe", "cutlass_moe"),
     "MARLIN": ("MarlinExperts", "experts.marlin_moe", "fused_marlin_moe"),
+    "EMULATION": ("Nvfp4QuantizationEmulationTritonExperts", "experts.nvfp4_emulation_moe"),
 }
+#: Those that compute here; the programs that emulated experts run are Triton's, and many.
+COMPUTING = [backend for backend in BACKENDS if backend != "EMULATION"]
 
 
 def experts_class(backend: str) -> Any:
