@@ -289,7 +289,6 @@ class Online(Derive):
 def add_moe(model: nn.Module, quant_config: str, experts: int, size: int = 64, prefix: str = "moe") -> None:
     """Add the release's real MoE layer: ModelOpt's parameters, the real expert loader, the real processing."""
     from vllm import _custom_ops as custom_ops
-    from vllm.model_executor.layers.fused_moe import layer as fused_moe
     from vllm.model_executor.layers.quantization import modelopt
 
     triton_experts().is_supported_config = staticmethod(lambda *args: (True, None))
@@ -308,10 +307,20 @@ def add_moe(model: nn.Module, quant_config: str, experts: int, size: int = 64, p
             group_size=16,
         )
     )
+    put_moe(model, config, experts, size, prefix)
+
+
+def put_moe(
+    model: nn.Module, quant_config: Any, experts: int, size: int = 64, prefix: str = "moe", **options: Any
+) -> None:
+    """Add a MoE layer with a quantization of the caller's; options that this release's layer has not are left out."""
+    from vllm.model_executor.layers.fused_moe import layer as fused_moe
+
     # A class at first, then a function that puts a `RoutedExperts` into a runner.
     make = getattr(fused_moe, "FusedMoEFactory", None) or fused_moe.FusedMoE
-    options = {"num_experts": experts, "top_k": 2, "hidden_size": size, "intermediate_size": size}
-    model.add_module(prefix, make(**options, params_dtype=torch.bfloat16, quant_config=config, prefix=prefix))
+    options = {"hidden_size": size, "intermediate_size": size, "params_dtype": torch.bfloat16} | options
+    options |= {"num_experts": experts, "top_k": 2, "quant_config": quant_config, "prefix": prefix}
+    model.add_module(prefix, make(**accepted(make, **options)))
 
 
 def triton_experts() -> Any:
@@ -329,7 +338,7 @@ def triton_experts() -> Any:
 def experts_of(model: nn.Module, prefix: str = "moe") -> tuple[str, Any]:
     """Return the name of the module in `prefix` that holds expert parameters, and the module."""
     named = model.get_submodule(prefix).named_modules(prefix=prefix)
-    return next((name, module) for name, module in named if hasattr(module, "w13_input_scale"))
+    return next((name, module) for name, module in named if hasattr(module, "w13_weight_scale"))
 
 
 def moe_stream(model: nn.Module, seed: int, input_scales: torch.Tensor, prefix: str = "moe") -> list[Piece]:
