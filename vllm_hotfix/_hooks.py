@@ -27,6 +27,7 @@ from ._patch import (
     FAULTS,
     NOT_NEEDED,
     OFF,
+    STALE_GRAPHS,
     STRICT,
     Gate,
     HotfixError,
@@ -298,7 +299,7 @@ class Activation:
             return  # the patch is not at work, only its settings are understood
         if missing:
             entry.reason = f"waits for the import of {', '.join(missing)}"
-        elif entry.state != ACTIVE:
+        elif entry.state not in (ACTIVE, STALE_GRAPHS):
             entry.state, entry.reason = ACTIVE, f"{len(wanted)} functions wrapped"
             logger.info("vllm-hotfix: %s is active (%s)", patch.name, self.gates[patch.name].reason)
 

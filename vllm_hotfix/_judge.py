@@ -42,7 +42,7 @@ class Verdict:
 
     def wanted(self, patch: Patch) -> list[Target]:
         """The targets to wrap: those that are there, or, of a patch that does not fit, the known ``always`` ones."""
-        there = [target for target in patch.targets if self.source(target.name)]
+        there = [one for one in patch.targets if self.source(one.name) and not (one.unless and self.source(one.unless))]
         if self.state not in FAULTS:
             return there
         known = {seen.name for seen in self.seen if seen.known}

@@ -43,12 +43,14 @@ class Target:
             ``(wrapped, instance, args, kwargs)``.
         keep: modules whose own name for the function stays the stock one.
         always: wrapped also where other code of the patch is not known, so that its settings stay understood.
+        unless: another name; where that is there, this target is only checked and not wrapped.
     """
 
     name: str
     wrapper: str
     keep: tuple[str, ...] = ()
     always: bool = False
+    unless: str | None = None
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from _vllm_hotfix import describe
 
-from ._patch import ACTIVE, FAILED, OFF, STATE_DIR, Problem
+from ._patch import ACTIVE, FAILED, OFF, STALE_GRAPHS, STATE_DIR, Problem
 
 if TYPE_CHECKING:
     from ._hooks import Wrap
@@ -96,6 +96,14 @@ class Record:
         if str(problem) not in self.problems:
             self.problems[str(problem)] = problem
             self.warn(str(problem))
+
+    def stale(self, patch: str, reason: str) -> None:
+        """Log an error, once, and have the patch in the state ``stale-graphs`` for as long as this process runs."""
+        entry = self.entries.get(patch)
+        if entry is not None and entry.state != STALE_GRAPHS:
+            entry.state, entry.reason = STALE_GRAPHS, reason
+            logger.error("vllm-hotfix: %s: %s", patch, reason)
+            self.save()
 
     def save(self) -> None:
         """Write this process's state file if anything was asked of it; a failure is one warning."""

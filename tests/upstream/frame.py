@@ -27,10 +27,15 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 RELOAD = "vllm.model_executor.model_loader.reload"
+QUANTIZATION = "vllm.model_executor.layers.quantization"
 TARGET_MODULES = (
     f"{RELOAD}.layerwise",
     "vllm.model_executor.model_loader.base_loader",
-    "vllm.model_executor.layers.quantization.utils.flashinfer_fp4_moe",
+    f"{QUANTIZATION}.utils.flashinfer_fp4_moe",
+    f"{QUANTIZATION}.modelopt",
+    f"{QUANTIZATION}.fp8",
+    f"{QUANTIZATION}.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w8a8_fp8",
+    f"{QUANTIZATION}.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w4a4_nvfp4",
 )
 GATE = "VLLM_HOTFIX_MEASURED_TOTALS"
 STRICT = "VLLM_HOTFIX_STRICT"

@@ -42,7 +42,12 @@ SOURCES = Sources(SOURCE.parent)
 #: The patches whose fault this release has; of the others nothing is wrapped.
 NEEDED = [patch for patch in CATALOG if patch.fixed_in is None or Version(RELEASE) < Version(patch.fixed_in)]
 NAMES = [name for patch in NEEDED for name in patch.known_names if SOURCES.find(name)]
-TARGETS = [target.name for patch in NEEDED for target in patch.targets if SOURCES.find(target.name)]
+TARGETS = [
+    target.name
+    for patch in NEEDED
+    for target in patch.targets
+    if SOURCES.find(target.name) and not (target.unless and SOURCES.find(target.unless))
+]
 #: How often each function that some patch wraps is wrapped with every gate on.
 WRAPPED = {
     target.name: int(target.name in TARGETS)

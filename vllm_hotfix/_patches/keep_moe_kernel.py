@@ -1,0 +1,375 @@
+"""A reload keeps the fused-MoE kernel that the CUDA graphs captured, and refreshes what it reads.
+
+What is wrong upstream: at a reload the quantization methods of fused MoE build their kernel and its quant config anew,
+as at the first load. vLLM copies the layer's parameters into the memory of the first load, where captured graphs read
+them, but a kernel holds tensors that are no parameters: ``1 / input_scale`` of NVFP4 (``a1_gscale``, ``a2_gscale``),
+fused alphas, stride tensors of the CUTLASS kernels, clamp limits. The graphs go on reading those of the first kernel,
+with the values of the first load, or zeros after ``sleep(level=2)``: the server is healthy and talks garbage.
+Upstream: vllm-project/vllm#61304, first cause, and #41670; no release has a fix.
+
+How it is fixed: in a layerwise reload stock builds the new kernel and lets its experts convert the layer. Then the
+first kernel and quant config are put back, and the tensors that they hold are overwritten, in place, with those of the
+new ones, found by walking both side by side. Tensors in the memory of the layer's parameters are left to vLLM, which
+copies them next. The new kernel's own code has computed every value, with what is fused into it: nothing is computed
+here, and no function of the kept kernel is called (fusing twice is not what fusing once is).
+
+Where the new kernel cannot stand for the first one (another class, another number of experts), it is used as stock
+would, and the state becomes ``stale-graphs``: what the graphs captured is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakKeyDictionary, WeakSet, ref
+
+from _vllm_hotfix import describe, strict
+
+from .._patch import STRICT, HotfixError, Patch, Target
+from .._record import RECORD, logger
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Module
+
+_LAYERWISE = "vllm.model_executor.model_loader.reload.layerwise"
+_MOE = "vllm.model_executor.layers.fused_moe"
+_QUANTIZATION = "vllm.model_executor.layers.quantization"
+_COMPRESSED = f"{_QUANTIZATION}.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe"
+_NVFP4 = f"{_QUANTIZATION}.modelopt:ModelOptNvFp4FusedMoE"
+_FP8 = f"{_QUANTIZATION}.fp8:Fp8MoEMethod"
+
+PATCH = Patch(
+    name="keep_moe_kernel",
+    env="VLLM_HOTFIX_KEEP_MOE_KERNEL",
+    aliases=("VLLM_RELOAD_KEEP_MOE_KERNEL",),
+    fault="after a reload, CUDA graphs read tensors of the MoE kernel of the first load",
+    upstream="vllm-project/vllm#61304",
+    # For each method the innermost function that builds its kernel; from 0.30.0 on some have one for just that.
+    targets=(
+        Target(f"{_NVFP4}._build_moe_kernel", "keep"),
+        Target(f"{_NVFP4}.process_weights_after_loading", "keep", unless=f"{_NVFP4}._build_moe_kernel"),
+        Target(f"{_QUANTIZATION}.modelopt:ModelOptFp8MoEMethod._setup_kernel", "keep"),
+        Target(f"{_FP8}._init_moe_kernel", "keep"),
+        Target(f"{_FP8}._setup_kernel", "keep", unless=f"{_FP8}._init_moe_kernel"),
+        Target(f"{_COMPRESSED}_w8a8_fp8:CompressedTensorsW8A8Fp8MoEMethod.process_weights_after_loading", "keep"),
+        Target(f"{_COMPRESSED}_w4a4_nvfp4:CompressedTensorsW4A4Nvfp4MoEMethod.process_weights_after_loading", "keep"),
+        Target(f"{_LAYERWISE}:finalize_layerwise_reload", "finalize_layerwise_reload"),
+    ),
+    relies=(
+        f"{_MOE}.config:FusedMoEQuantDesc",
+        f"{_MOE}.fused_moe_method_base:FusedMoEMethodBase.__init__",
+        f"{_MOE}.modular_kernel:FusedMoEKernel.__init__",
+        "vllm.model_executor.model_loader.reload.types:LayerReloadingInfo",
+        f"{_LAYERWISE}:initialize_layerwise_reload",
+        f"{_LAYERWISE}:_layerwise_process",
+        f"{_LAYERWISE}:_copy_and_restore_kernel_tensors",
+        f"{_LAYERWISE}:_place_kernel_tensors",
+    ),
+    requires=("writable_scales",),
+)
+
+#: Where the classes are defined whose objects belong to the whole engine.
+_ENGINE: Final = ("vllm.config", "vllm.distributed", "torch.distributed")
+_FUNCTIONS: Final = (type, ModuleType, FunctionType, MethodType, BuiltinFunctionType)
+_ABSENT: Final = object()
+
+#: For each layer, vLLM's configuration at its first load. The configuration refers to its layers: a strong reference
+#: would keep them alive.
+_configs: WeakKeyDictionary[Module, ref[Any]] = WeakKeyDictionary()
+#: Layers of which captured graphs read what is gone.
+_stale: WeakSet[Module] = WeakSet()
+#: What was done since the last reload ended.
+_done: Counter[str] = Counter()
+
+
+class _Other(Exception):
+    """The new kernel is not the first one with other values."""
+
+
+def keep(wrapped: Any, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Build a layer's kernel; in a reload, refresh the first one with it and put that back.
+
+    Args:
+        wrapped: stock's function, which sets ``moe_kernel`` and ``moe_quant_config`` of the method.
+        method: the quantization method, one object for each layer.
+        args: the layer, and what else stock's function takes.
+        kwargs: the same by name.
+
+    Raises:
+        Exception: what stock raises; the first kernel is in its place then.
+    """
+    layer: Module = args[0] if args else kwargs["layer"]
+    kernel, config = method.moe_kernel, method.moe_quant_config
+    info = _reloading(layer)
+    if kernel is None or info is None:
+        _remember_config(layer)
+        return wrapped(*args, **kwargs)
+    try:
+        with _current_config(layer):
+            result = wrapped(*args, **kwargs)
+    except BaseException:
+        method.moe_kernel, method.moe_quant_config = kernel, config
+        raise
+    if method.moe_kernel is kernel:
+        return result
+    kept, fresh = _roots(kernel, config), _roots(method.moe_kernel, method.moe_quant_config)
+    try:
+        refresh = _Refresh(layer, info.kernel_tensors)
+        refresh.compare(kept, fresh)
+        refresh.apply()
+        method.moe_kernel, method.moe_quant_config = kernel, config
+        _count("kernels_kept")
+    except Exception as error:
+        _count("kernels_replaced")
+        _give_up(layer, info, str(error) if isinstance(error, _Other) else describe(error))
+    return result
+
+
+def _roots(kernel: Any, config: Any) -> dict[str, Any]:
+    return {"moe_kernel": kernel, "moe_quant_config": config}
+
+
+def _reloading(layer: Module) -> Any:
+    """What vLLM knows of the reload that a layer is in, None if it is in none: a first load, a direct call."""
+    layerwise = sys.modules.get(_LAYERWISE)
+    info = layerwise.LAYERWISE_INFO.get(layer) if layerwise is not None else None
+    return info if info is not None and info.kernel_tensors is not None else None
+
+
+# The comparison.
+
+
+class _Refresh:
+    """Two kernels side by side: what to copy from the new one into the kept one.
+
+    Nothing is changed before ``apply``.
+
+    Args:
+        layer: the layer, with its parameters as the new kernel has them.
+        kernel_tensors: its parameters and buffers of the first load, by name, into which vLLM copies.
+
+    Raises:
+        _Other: a parameter has another shape or dtype than at the first load.
+    """
+
+    def __init__(self, layer: Module, kernel_tensors: tuple[dict[str, Tensor], dict[str, Tensor]]) -> None:
+        self.layer = layer
+        parameters, buffers = kernel_tensors
+        for name, first in parameters.items():
+            now = layer._parameters.get(name)
+            if now is not None and (now.shape, now.dtype) != (first.shape, first.dtype):
+                raise _Other(f"{name} is {_form(now)} now and was {_form(first)}")
+        self._kept_names = _by_storage({**parameters, **buffers})
+        self._fresh_names = _by_storage({**layer._parameters, **layer._buffers})
+        #: By the place in memory of a kept tensor, that tensor and the one to copy from.
+        self._copies: dict[Any, tuple[Tensor, Tensor]] = {}
+        #: Holders of kept tensors that cannot be copied to: holder, key, new tensor, path, reason.
+        self._rebinds: list[tuple[Any, Any, Tensor, str, str]] = []
+        self._seen: set[tuple[int, int]] = set()
+
+    def compare(self, kept: Any, fresh: Any, path: str = "") -> None:
+        """Find the tensors that two objects of one class hold, at any depth.
+
+        Raises:
+            _Other: something is there on one side only, or of another class, or is another number.
+        """
+        if (id(kept), id(fresh)) in self._seen:
+            return
+        self._seen.add((id(kept), id(fresh)))
+        ours, theirs = _parts(kept), _parts(fresh)
+        for key in ours.keys() | theirs.keys():
+            name = f"{path}.{key}" if path else str(key)
+            self._compare_part(kept, key, ours.get(key, _ABSENT), theirs.get(key, _ABSENT), name)
+
+    def _compare_part(self, holder: Any, key: Any, kept: Any, fresh: Any, path: str) -> None:
+        tensor = sys.modules["torch"].Tensor
+        if kept is fresh:
+            return
+        if fresh is None or fresh is _ABSENT:
+            # Made by a forward pass (scratch, handles): the first kernel has been at work, the new one not yet.
+            if isinstance(kept, tensor) and dataclasses.is_dataclass(holder):
+                raise _Other(f"{path} is no tensor any more")
+        elif kept is None or kept is _ABSENT:
+            if isinstance(fresh, tensor):
+                raise _Other(f"{path} is a tensor now and was none")
+        elif isinstance(kept, tensor) and isinstance(fresh, tensor):
+            self._compare_tensors(holder, key, kept, fresh, path)
+        elif type(kept) is not type(fresh):
+            raise _Other(f"{path} is of class {type(fresh).__name__} now and was of {type(kept).__name__}")
+        elif isinstance(kept, float):
+            if kept != fresh:
+                raise _Other(f"{path} is {fresh} now and was {kept}")
+        elif not _is_of_the_engine(kept):
+            self.compare(kept, fresh, path)
+
+    def _compare_tensors(self, holder: Any, key: Any, kept: Tensor, fresh: Tensor, path: str) -> None:
+        names = self._kept_names.get(_storage(kept), set())
+        if names & self._fresh_names.get(_storage(fresh), set()):
+            return  # vLLM copies this parameter
+        place = (kept.data_ptr(), kept.shape, kept.stride(), kept.dtype)
+        _, other = self._copies.get(place, (kept, fresh))
+        if names:
+            why = f"it was {' and '.join(sorted(names))} of the layer and is not now"
+        elif _layout(kept) != _layout(fresh):
+            why = f"it is {_form(fresh)} now and was {_form(kept)}"
+        elif other.data_ptr() != fresh.data_ptr():
+            why = "it was one tensor with another and is not now"
+        else:
+            self._copies[place] = kept, fresh
+            return
+        if isinstance(holder, tuple):
+            raise _Other(f"{path}: {why}")
+        self._rebinds.append((holder, key, fresh, path, why))
+
+    def apply(self) -> None:
+        """Copy, and rebind what cannot be copied."""
+        torch = sys.modules["torch"]
+        # Either kind of tensor can be written to in inference mode; those that it made, only there.
+        with torch.inference_mode():
+            for kept, fresh in self._copies.values():
+                _copy(kept, fresh)
+        _count("tensors_refreshed", len(self._copies))
+        for holder, key, fresh, path, why in self._rebinds:
+            if isinstance(holder, (dict, list)):
+                holder[key] = fresh
+            else:
+                object.__setattr__(holder, key, fresh)
+            _count("tensors_rebound")
+            _mark_stale(self.layer, f"{path} of the MoE kernel has other memory now: {why}")
+        # What the layer has besides parameters, and shares with the new kernel.
+        kept_by_fresh = {id(fresh): kept for kept, fresh in self._copies.values()}
+        for name, value in vars(self.layer).items():
+            if id(value) in kept_by_fresh:
+                vars(self.layer)[name] = kept_by_fresh[id(value)]
+
+
+def _parts(one: Any) -> Mapping[Any, Any]:
+    """What an object holds, by key, index or attribute."""
+    if isinstance(one, dict):
+        return one
+    if isinstance(one, (list, tuple)):
+        return dict(enumerate(one))
+    slots = [name for cls in type(one).__mro__ for name in vars(cls).get("__slots__", ()) if hasattr(one, name)]
+    return {name: getattr(one, name) for name in slots} | getattr(one, "__dict__", {})
+
+
+def _is_of_the_engine(one: Any) -> bool:
+    """Whether an object is no part of the kernel: a module, a process group, vLLM's configuration, a function."""
+    cls = type(one)
+    return (
+        isinstance(one, (*_FUNCTIONS, sys.modules["torch"].nn.Module))
+        or cls.__module__.startswith(_ENGINE)
+        or cls.__name__ in ("FusedMoEConfig", "FusedMoEParallelConfig")
+    )
+
+
+def _by_storage(tensors: Mapping[str, Tensor | None]) -> dict[int, set[str]]:
+    found: dict[int, set[str]] = {}
+    for name, one in tensors.items():
+        if one is not None and _storage(one):
+            found.setdefault(_storage(one), set()).add(name)
+    return found
+
+
+def _storage(tensor: Tensor) -> int:
+    """The address of the memory that a tensor is a view of; 0 for none, as on the meta device."""
+    return 0 if tensor.is_meta else tensor.untyped_storage().data_ptr()
+
+
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.device, tensor.stride()
+
+
+def _form(tensor: Tensor) -> str:
+    shape = "x".join(map(str, tensor.shape)) or "scalar"
+    return f"{shape} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}, stride {tensor.stride()}"
+
+
+def _copy(kept: Tensor, fresh: Tensor) -> None:
+    """Copy between tensors of one layout, also where many elements are one place in memory."""
+    for dim, stride in enumerate(kept.stride()):
+        if stride == 0 and kept.shape[dim] > 1:
+            kept, fresh = kept.narrow(dim, 0, 1), fresh.narrow(dim, 0, 1)
+    kept.copy_(fresh)
+
+
+# What vLLM lacks: a current configuration in a reload, before 0.27.0.
+
+
+def _remember_config(layer: Module) -> None:
+    try:
+        config = sys.modules["vllm.config"].get_current_vllm_config_or_none()
+        if config is not None:
+            _configs[layer] = ref(config)
+    except Exception as error:
+        RECORD.warn(f"{PATCH.name}: vLLM's configuration is not kept for a reload: {describe(error)}")
+
+
+@contextlib.contextmanager
+def _current_config(layer: Module) -> Iterator[None]:
+    """Have the configuration of the first load where there is none: some experts ask for it when they are made."""
+    config = sys.modules["vllm.config"]
+    remembered = _configs[layer]() if layer in _configs else None
+    if remembered is None or config.get_current_vllm_config_or_none() is not None:
+        yield
+        return
+    with config.set_current_vllm_config(remembered):
+        yield
+
+
+# The end of a reload, and what cannot be refreshed.
+
+
+def finalize_layerwise_reload(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """End a reload as stock does, and say what was kept.
+
+    Raises:
+        HotfixError: under ``VLLM_HOTFIX_STRICT``, if captured graphs of this model read what is gone.
+    """
+    result = wrapped(*args, **kwargs)
+    model: Module = args[0] if args else kwargs["model"]
+    done = dict(_done)
+    _done.clear()
+    if done:
+        text = "vllm-hotfix: the reload kept %d MoE kernels and refreshed %d of their tensors"
+        logger.info(text, done.get("kernels_kept", 0), done.get("tensors_refreshed", 0))
+    RECORD.save()
+    if strict() and any(layer in _stale for layer in model.modules()):
+        entry = RECORD.entries.get(PATCH.name)
+        raise HotfixError(f"vllm-hotfix: {STRICT} is set and {PATCH.name}: {entry.reason if entry else 'stale graphs'}")
+    return result
+
+
+def _give_up(layer: Module, info: Any, why: str) -> None:
+    """Leave the new kernel in its place, with the parameters that it was made for."""
+    parameters, buffers = info.kernel_tensors
+    now = layer._parameters
+    if any(now.get(name) is not None and now[name].shape != one.shape for name, one in parameters.items()):
+        # vLLM would copy them into the first ones, which raises or, from one element to many, does not.
+        info.kernel_tensors = ({name: one for name, one in now.items() if one is not None}, buffers)
+    _mark_stale(layer, f"the MoE kernel of the reload is not the first one with other values: {why}")
+
+
+def _mark_stale(layer: Module, why: str) -> None:
+    _stale.add(layer)
+    name = getattr(layer, "layer_name", "") or type(layer).__name__
+    RECORD.stale(PATCH.name, f"{name}: {why}; CUDA graphs that were captured before no longer match, restart vLLM")
+
+
+def _count(counter: str, number: int = 1) -> None:
+    if number:
+        _done[counter] += number
+        RECORD.count(PATCH.name, counter, number)
+
+
+def undo() -> None:
+    """Forget; kernels that were kept stay until stock's next reload replaces them."""
+    _configs.clear()
+    _stale.clear()
+    _done.clear()
