@@ -61,9 +61,12 @@ def quantize(
 
 def spread(tensor: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Return one row for each choice of each token; a single scale is every token's."""
-    return tensor.float().reshape(-1, tensor.shape[-1] if tensor.dim() > 1 else 1).expand(
-        ids.shape[0], -1
-    ).repeat_interleave(ids.shape[1], 0)
+    return (
+        tensor.float()
+        .reshape(-1, tensor.shape[-1] if tensor.dim() > 1 else 1)
+        .expand(ids.shape[0], -1)
+        .repeat_interleave(ids.shape[1], 0)
+    )
 
 
 def combine(output: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor) -> None:
@@ -173,4 +176,6 @@ def install(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     flashinfer.shuffle_matrix_a = lambda weight, rows: weight
     fused_moe.core = core
     fused_moe.trtllm_fp8_per_tensor_scale_moe = flashinfer_trtllm
+    if not torch.accelerator.is_available():
+        monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: torch.device("cpu"))
     core.ActivationType = fused_moe.ActivationType = enum.IntEnum("ActivationType", "Swiglu Relu2 Geglu Gelu Silu")
