@@ -17,7 +17,7 @@ import fp8_kernels
 import graphs
 import pytest
 import torch
-from layers import Host, Piece, Probe, Unwritten, accepted, experts_of
+from layers import Host, Piece, Probe, Unwritten, accepted
 from packaging.version import Version
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.fused_moe import layer as fused_moe
@@ -68,18 +68,41 @@ def modelopt() -> Any:
     )
 
 
+def quark() -> Any:
+    """Return the configuration of Quark's FP8 checkpoints with one scale for each tensor."""
+    from vllm.model_executor.layers.quantization.quark.quark import QuarkConfig
+
+    scheme = {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_dynamic": False, "symmetric": True}
+    both = {"weight": scheme, "input_tensors": scheme, "output_tensors": None, "bias": None}
+    layers = {"global_quant_config": both, "layer_quant_config": {}, "layer_type_quant_config": {}, "exclude": []}
+    return QuarkConfig.from_config(layers | {"export": {"kv_cache_group": [], "pack_method": "order"}})
+
+
+def online() -> Any:
+    """Return the configuration that makes FP8 of a checkpoint while it is loaded, with one scale for each channel."""
+    from vllm.config.quantization import QuantizationConfigArgs, QuantSpec
+    from vllm.model_executor.layers.quantization.online.base import OnlineQuantizationConfig
+    from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8StaticChannelSym
+
+    return OnlineQuantizationConfig(QuantizationConfigArgs(moe=QuantSpec(weight=kFp8StaticChannelSym)))
+
+
 #: The method that each configuration leads to.
 METHODS: dict[Callable[[], Any], str] = {
     compressed_per_tensor: "CompressedTensorsW8A8Fp8MoEMethod",
     compressed_per_channel: "CompressedTensorsW8A8Fp8MoEMethod",
     fp8: "Fp8MoEMethod",
     modelopt: "ModelOptFp8MoEMethod",
+    quark: "QuarkW8A8Fp8MoEMethod",
+    online: "Fp8PtpcOnlineMoEMethod",
 }
 #: Methods that stock can reload, with the backends that they allow and of which a kernel holds tensors of its own.
 STALE = [
     (compressed_per_channel, "VLLM_CUTLASS"),
     *((make, f"FLASHINFER_{kernel}") for make in (fp8, modelopt) for kernel in ("CUTLASS", "TRTLLM")),
 ]
+if Version("0.24") <= RELEASE:  # these two come with kernels, or at all, from then on
+    STALE += [(quark, "FLASHINFER_CUTLASS"), (online, "VLLM_CUTLASS")]  # Quark calls no kernel that routes
 #: Methods with the backend of which the kernel holds the layer's parameters and nothing else.
 FRESH = [(make, "TRITON") for make in (compressed_per_channel, fp8, modelopt)]
 #: How many tensors a kernel has that are no parameters: strides; fused scales; inverse scales, and fused ones up to
@@ -106,7 +129,7 @@ class Engine:
         make = getattr(fused_moe, "FusedMoEFactory", None) or fused_moe.FusedMoE
         sizes = {"num_experts": EXPERTS, "top_k": TOP_K, "hidden_size": HIDDEN, "intermediate_size": INNER}
         model.moe = make(**sizes, params_dtype=torch.bfloat16, quant_config=self.make(), prefix="moe")
-        self.layer, module = experts_of(model)
+        self.layer, module = experts_in(model)
         self.shapes = {name: (one.shape, one.dtype) for name, one in module.named_parameters(recurse=False)}
 
     def checkpoint(self, seed: int) -> Iterator[Piece]:
@@ -146,6 +169,11 @@ class Engine:
             self.host.reload(loaded.model, self.checkpoint(seed))
 
 
+def experts_in(model: Any) -> tuple[str, Any]:
+    """Return the name of the module that holds expert weights, and the module."""
+    return next((name, module) for name, module in model.named_modules() if hasattr(module, "w13_weight"))
+
+
 @contextlib.contextmanager
 def alive() -> Iterator[list[torch.Tensor]]:
     """Collect every tensor that was made inside and lives at the end: all that is in the pool of the weights."""
@@ -169,7 +197,7 @@ class Model:
         # vLLM keeps buffers over a sleep.
         buffers = [one.data_ptr() for one in model.buffers()]
         self.made = [one for one in made if one.data_ptr() not in buffers]
-        self.module = experts_of(model)[1]
+        self.module = experts_in(model)[1]
         self.method = self.module.quant_method
         generator = torch.Generator().manual_seed(0)
         self.tokens = torch.randn(TOKENS, HIDDEN, generator=generator).bfloat16()
