@@ -24,7 +24,20 @@ from _vllm_hotfix import describe
 
 from ._catalog import CATALOG
 from ._judge import Verdict, judge, parse_version
-from ._patch import ACTIVE, FAILED, FAULTS, NOT_NEEDED, OFF, READY, STATE_DIR, Gate, Patch, Problem, read_gates
+from ._patch import (
+    ACTIVE,
+    FAILED,
+    FAULTS,
+    NOT_NEEDED,
+    OFF,
+    READY,
+    STALE_GRAPHS,
+    STATE_DIR,
+    Gate,
+    Patch,
+    Problem,
+    read_gates,
+)
 from ._upstream import Lock, LockError, Sources, package_of
 
 WIDTH = 100
@@ -245,7 +258,12 @@ def render_live(data: Mapping[str, Any]) -> list[str]:
         lines.append(line if len(line) <= WIDTH else line[: WIDTH - 3] + "...")
         for name, patch in process["patches"].items():
             counters = " ".join(f"{key}={value}" for key, value in process["counters"].get(name, {}).items())
-            lines += _fold(f"    {name:<18} {patch['state']:<12} {counters or _plain(patch['reason'])}", " " * 36)
+            texts = [_plain(patch["reason"]), counters]
+            if patch["state"] == ACTIVE and counters:
+                texts.pop(0)
+            for number, text in enumerate([text for text in texts if text] or ["-"]):
+                start = " " * 36 if number else f"    {name:<18} {patch['state']:<12} "
+                lines += _fold(start + text, " " * 36)
     lines += [part for one in data["skipped"] for part in _fold(_plain(one), "    ")]
     return lines or _fold(
         f"no running process has written to {data['folder']}: none has a patch turned on, or it has another user, "
@@ -254,11 +272,18 @@ def render_live(data: Mapping[str, Any]) -> list[str]:
     )
 
 
+def check_live(data: Mapping[str, Any]) -> bool:
+    """Say whether no running process has a patch at fault, or one that could not refresh what captured graphs read."""
+    states = {patch["state"] for process in data["processes"] for patch in process["patches"].values()}
+    return not states & {*FAULTS, STALE_GRAPHS}
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line.
 
     Returns:
-        0, or 1 with ``--check`` if an enabled patch is not as it should be, or if ``--live`` cannot look.
+        0, or 1 with ``--check`` if an enabled patch is not as it should be, here or with ``--live`` in a running
+        process, or if ``--live`` cannot look.
     """
     parser = argparse.ArgumentParser(prog="python -m vllm_hotfix.status", description="What vllm-hotfix has active.")
     parser.add_argument("--import", dest="imported", action="store_true", help="import vLLM and look at live objects")
@@ -267,19 +292,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--live", action="store_true", help="the running processes with their patches and counters")
     options = parser.parse_args(arguments)
     if options.live:
-        if options.imported or options.check:
-            parser.error("--live goes with neither --import nor --check")
+        if options.imported:
+            parser.error("--live does not go with --import")
         try:
             data = live_report()
         except OSError as error:
             print(f"the state files cannot be read: {error}", file=sys.stderr)
             return 1
-        lines = render_live(data)
+        lines, good = render_live(data), check_live(data)
     else:
         data = report(imported=options.imported)
-        lines = render(data)
+        lines, good = render(data), check(data, imported=options.imported)
     _print(json.dumps(data, indent=1) if options.json else "\n".join(lines))
-    return 1 if options.check and not check(data, imported=options.imported) else 0
+    return 1 if options.check and not good else 0
 
 
 def _print(text: str) -> None:

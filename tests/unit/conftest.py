@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import shutil
 import subprocess
@@ -85,8 +86,8 @@ def write_files(folder: Path, files: Mapping[str, str]) -> None:
 
 @pytest.fixture
 def logged(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
-    """The warnings that the package has logged so far."""
-    return lambda: [entry.getMessage() for entry in caplog.records if entry.levelname == "WARNING"]
+    """The warnings and errors that the package has logged so far."""
+    return lambda: [entry.getMessage() for entry in caplog.records if entry.levelno >= logging.WARNING]
 
 
 @dataclass

@@ -23,7 +23,7 @@ import wrapt
 import _vllm_hotfix
 from vllm_hotfix import HotfixError, _hooks
 from vllm_hotfix._hooks import Activation, Drift, Wrap, state_of, when_ready
-from vllm_hotfix._patch import ACTIVE, DRIFTED, FAILED, OFF, READY, UNSUPPORTED, Patch, Target, read_gates
+from vllm_hotfix._patch import ACTIVE, DRIFTED, FAILED, OFF, READY, STALE_GRAPHS, UNSUPPORTED, Patch, Target, read_gates
 from vllm_hotfix._record import RECORD, live
 from vllm_hotfix._upstream import ABSENT, Lock, Sources, fingerprint
 
@@ -717,6 +717,16 @@ def test_a_reloaded_module_is_patched_again(vllm: Any, activation: Any) -> None:
     importlib.reload(b)
     assert a.f() == b.f() == b.C().g() == ["stock", "patched"]
     assert state_of(ONE)[0] == ACTIVE
+
+
+def test_stale_graphs_stay_stale(vllm: Any, activation: Any) -> None:
+    """A module that is executed again is wrapped again; what graphs captured does not come back by that."""
+    a, _ = vllm("a"), vllm("b")
+    activation(**ON)
+    RECORD.stale("one", "a kernel is gone")
+    importlib.reload(a)
+    assert a.f() == ["stock", "patched"]
+    assert state_of(ONE) == (STALE_GRAPHS, "a kernel is gone")
 
 
 def test_a_module_that_is_imported_anew_is_patched_again(vllm: Any, activation: Any) -> None:

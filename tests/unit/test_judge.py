@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from vllm_hotfix._judge import Verdict, judge, parse_version
+from vllm_hotfix._judge import Seen, Verdict, judge, parse_version
 from vllm_hotfix._patch import DRIFTED, FAILED, NOT_NEEDED, READY, UNSUPPORTED, Patch, Target
-from vllm_hotfix._upstream import ABSENT, Lock, LockError, Sources, fingerprint
+from vllm_hotfix._upstream import ABSENT, Lock, LockError, Source, Sources, fingerprint
 
 OLD = "def f():\n    return 1\n"
 NEW = "def f():\n    return 2\n"
@@ -168,6 +168,16 @@ def test_an_absent_target_is_known_where_the_lock_says_so(sources: Any) -> None:
     verdict = judge(both, sources("1.0", OLD + HELPER), lock_of(g={ABSENT: ["1.0"]}))
     assert verdict.state == READY
     assert verdict.source("vllm.m:g") is None
+
+
+def test_a_target_can_stand_in_for_another() -> None:
+    """One that names another with ``unless`` is wrapped only in releases that lack that, and known in all."""
+    either = patch(targets=(Target("vllm.m:g", "g"), Target("vllm.m:f", "f", unless="vllm.m:g")))
+    source = Source(Path("m.py"), 1, 2, False, "")
+    for names, wanted in ((("f", "g"), ["vllm.m:g"]), (("f",), ["vllm.m:f"])):
+        seen = tuple(Seen(f"vllm.m:{name}", "", True, source if name in names else None) for name in ("f", "g"))
+        assert [target.name for target in Verdict(READY, "", seen).wanted(either)] == wanted
+    assert either.known_names == ("vllm.m:g", "vllm.m:f", "vllm.m:helper")
 
 
 def test_no_target_at_all_is_not_ready(sources: Any) -> None:

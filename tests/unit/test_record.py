@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from vllm_hotfix import _record
-from vllm_hotfix._patch import ACTIVE, Problem
+from vllm_hotfix._patch import ACTIVE, STALE_GRAPHS, Problem
 from vllm_hotfix._record import RECORD, Entry, live
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="the state files need Linux's /proc")
@@ -478,3 +478,15 @@ def test_a_warning_is_said_once(logged: Any) -> None:
         RECORD.warn("one thing")
         RECORD.problem(Problem("VLLM_HOTFIX_X", "another thing"))
     assert logged() == ["vllm-hotfix: one thing", "vllm-hotfix: VLLM_HOTFIX_X: another thing"]
+
+
+def test_stale_graphs_stay_and_are_said_once(folder: Path, logged: Any) -> None:
+    """The first reason stays, with one error and word to other processes at once; without an entry it is nothing."""
+    RECORD.stale("one", "nobody asked for it")
+    assert logged() == []
+    save()
+    for reason in ("the first layer", "the second layer"):
+        RECORD.stale("one", reason)
+    assert logged() == ["vllm-hotfix: one: the first layer"]
+    (state,) = states()
+    assert state["patches"] == {"one": {"state": STALE_GRAPHS, "reason": "the first layer"}}

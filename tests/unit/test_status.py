@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from vllm_hotfix import _record, status
+from vllm_hotfix._patch import STATES
 
 VLLM = {"version", "location"}
 PATCH = {"name", "env", "gate", "state", "reason", "upstream", "releases", "targets"}
@@ -298,7 +299,7 @@ def test_a_closed_pipe_is_no_error(house: Any) -> None:
         assert done.stderr == ""
 
 
-@pytest.mark.parametrize("arguments", [["--live", "--check"], ["--live", "--import"], ["--no-such"], ["word"]])
+@pytest.mark.parametrize("arguments", [["--live", "--import"], ["--no-such"], ["word"]])
 def test_wrong_arguments_are_2(house: Any, arguments: list[str]) -> None:
     """As argparse has it."""
     assert "usage: python -m vllm_hotfix.status" in house.run("-m", "vllm_hotfix.status", *arguments, code=2).stderr
@@ -434,6 +435,22 @@ def test_live_shows_any_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert shown.count("\n") == 2
     assert "\x1b" not in shown
     assert "\r" not in shown
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_live_check_is_for_probes(state: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit 1 if a running process has a patch at fault or with stale graphs; what is not active says why."""
+    _record.RECORD.entries["one"] = _record.Entry("active", "2 functions wrapped")
+    _record.RECORD.entries["two"] = _record.Entry(state, "the reason")
+    _record.RECORD.count("two", "kernels_kept", 3)
+    _record.RECORD.save()
+    assert status.main(["--live"]) == 0
+    assert status.main(["--live", "--check"]) == (state in ("unsupported", "drifted", "failed", "stale-graphs"))
+    shown = capsys.readouterr().out.splitlines()
+    assert max(map(len, shown)) <= 100
+    words = " ".join(shown[len(shown) // 2 :]).split()
+    reason = [] if state == "active" else ["the", "reason"]
+    assert words[words.index("two") :] == ["two", state, *reason, "kernels_kept=3"]
 
 
 def test_live_in_a_folder_that_cannot_be_used(house: Any, tmp_path: Path) -> None:

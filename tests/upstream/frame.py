@@ -28,14 +28,18 @@ from typing import Any, NoReturn
 
 RELOAD = "vllm.model_executor.model_loader.reload"
 QUANTIZATION = "vllm.model_executor.layers.quantization"
+COMPRESSED = f"{QUANTIZATION}.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe"
 TARGET_MODULES = (
     f"{RELOAD}.layerwise",
     "vllm.model_executor.model_loader.base_loader",
     f"{QUANTIZATION}.utils.flashinfer_fp4_moe",
     f"{QUANTIZATION}.modelopt",
     f"{QUANTIZATION}.fp8",
-    f"{QUANTIZATION}.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w8a8_fp8",
-    f"{QUANTIZATION}.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w4a4_nvfp4",
+    f"{QUANTIZATION}.quark.quark_moe",
+    f"{QUANTIZATION}.online.fp8",
+    f"{COMPRESSED}_w8a8_fp8",
+    f"{COMPRESSED}_w4a4_nvfp4",
+    f"{COMPRESSED}_w4a8_fp8",
 )
 GATE = "VLLM_HOTFIX_MEASURED_TOTALS"
 STRICT = "VLLM_HOTFIX_STRICT"

@@ -57,8 +57,11 @@ PATCH = Patch(
         Target(f"{_QUANTIZATION}.modelopt:ModelOptFp8MoEMethod._setup_kernel", "keep"),
         Target(f"{_FP8}._init_moe_kernel", "keep"),
         Target(f"{_FP8}._setup_kernel", "keep", unless=f"{_FP8}._init_moe_kernel"),
+        Target(f"{_QUANTIZATION}.quark.quark_moe:QuarkW8A8Fp8MoEMethod._setup_kernel", "keep"),
+        Target(f"{_QUANTIZATION}.online.fp8:_Fp8OnlineMoEBase._setup_kernel", "keep"),
         Target(f"{_COMPRESSED}_w8a8_fp8:CompressedTensorsW8A8Fp8MoEMethod.process_weights_after_loading", "keep"),
         Target(f"{_COMPRESSED}_w4a4_nvfp4:CompressedTensorsW4A4Nvfp4MoEMethod.process_weights_after_loading", "keep"),
+        Target(f"{_COMPRESSED}_w4a8_fp8:CompressedTensorsW4A8Fp8MoEMethod.process_weights_after_loading", "keep"),
         Target(f"{_LAYERWISE}:finalize_layerwise_reload", "finalize_layerwise_reload"),
     ),
     relies=(
@@ -78,6 +81,7 @@ PATCH = Patch(
 _ENGINE: Final = ("vllm.config", "vllm.distributed", "torch.distributed")
 _FUNCTIONS: Final = (type, ModuleType, FunctionType, MethodType, BuiltinFunctionType)
 _ABSENT: Final = object()
+_KERNEL: Final = ("moe_kernel", "moe_quant_config")
 
 #: For each layer, vLLM's configuration at its first load. The configuration refers to its layers: a strong reference
 #: would keep them alive.
@@ -105,25 +109,25 @@ def keep(wrapped: Any, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         Exception: what stock raises; the first kernel is in its place then.
     """
     layer: Module = args[0] if args else kwargs["layer"]
-    kernel, config = method.moe_kernel, method.moe_quant_config
     info = _reloading(layer)
-    if kernel is None or info is None:
+    if info is None:
         _remember_config(layer)
         return wrapped(*args, **kwargs)
+    kept = _made(method)
     try:
         with _current_config(layer):
             result = wrapped(*args, **kwargs)
     except BaseException:
-        method.moe_kernel, method.moe_quant_config = kernel, config
+        vars(method).update(kept)
         raise
-    if method.moe_kernel is kernel:
+    fresh = _made(method)
+    if all(fresh.get(name) is one for name, one in kept.items()):
         return result
-    kept, fresh = _roots(kernel, config), _roots(method.moe_kernel, method.moe_quant_config)
     try:
         refresh = _Refresh(layer, info.kernel_tensors)
         refresh.compare(kept, fresh)
         refresh.apply()
-        method.moe_kernel, method.moe_quant_config = kernel, config
+        vars(method).update(kept)
         _count("kernels_kept")
     except Exception as error:
         _count("kernels_replaced")
@@ -131,8 +135,11 @@ def keep(wrapped: Any, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     return result
 
 
-def _roots(kernel: Any, config: Any) -> dict[str, Any]:
-    return {"moe_kernel": kernel, "moe_quant_config": config}
+def _made(method: Any) -> dict[str, Any]:
+    """What a method has made after loading: kernel, quant config, tensors of its own (strides of W4A8)."""
+    tensor = sys.modules["torch"].Tensor
+    made = {name: one for name, one in vars(method).items() if name in _KERNEL or isinstance(one, tensor)}
+    return {name: one for name, one in made.items() if one is not None}
 
 
 def _reloading(layer: Module) -> Any:

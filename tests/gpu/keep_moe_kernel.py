@@ -1,0 +1,141 @@
+"""Show that CUDA graphs give the tokens of a cold load after every reload with keep_moe_kernel, and not without.
+
+    python tests/gpu/keep_moe_kernel.py MODEL OTHER [moe=cutlass ...]
+
+MODEL and OTHER are two checkpoints of one shape. Three engines start with CUDA graphs on: OTHER loaded cold, which says
+what its tokens are; MODEL with stock vLLM; MODEL with the patch. Those two sleep at level 2, wake and reload ten times,
+MODEL and OTHER in turn, and generate greedily after each. Then the patched one reloads twenty times, with the patch
+undone in every second reload, to compare the times. `moe` is the engine's moe_backend.
+
+Exits 1 unless stock's tokens are wrong after every reload, the patched ones are those of the cold load of the same
+checkpoint in ten rounds of ten, device memory is after the tenth reload what it was after the second, and a reload
+takes at most 5 % longer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any
+
+ROUNDS = 10
+TIMED = 10
+GATE = "VLLM_HOTFIX_KEEP_MOE_KERNEL"
+
+
+def child(side: str, models: list[str], options: dict[str, str]) -> dict[str, Any]:
+    """One engine: its tokens after the start and after each reload, device memory, times."""
+    import torch
+    from vllm import LLM, SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    import vllm_hotfix
+
+    llm = LLM(
+        model=models[0],
+        load_format="safetensors",
+        skip_tokenizer_init=True,
+        enable_sleep_mode=True,
+        enable_prefix_caching=False,
+        max_model_len=512,
+        max_num_batched_tokens=512,
+        max_num_seqs=4,
+        gpu_memory_utilization=0.7,
+        seed=0,
+        compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4]},
+        **({"moe_backend": options["moe"]} if "moe" in options else {}),
+    )
+    sampling = SamplingParams(temperature=0, max_tokens=16, detokenize=False, ignore_eos=True)
+    prompts = [TokensPrompt(prompt_token_ids=[1, 5, 9, 13, 17 + i]) for i in range(3)]
+    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+
+    def generate() -> list[list[int]]:
+        return [list(one.outputs[0].token_ids) for one in llm.generate(prompts, sampling, use_tqdm=False)]
+
+    def reload(model: str) -> float:
+        """Sleep at level 2, wake, reload; return the seconds of the reload alone."""
+        llm.sleep(level=2)
+        llm.wake_up(tags=["weights"])
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": model})
+        torch.cuda.synchronize()
+        took = time.perf_counter() - begin
+        llm.wake_up(tags=["kv_cache"])
+        return took
+
+    fresh = generate()
+    found: dict[str, Any] = {"tokens": [fresh], "memory": [], "deterministic": generate() == fresh}
+    methods = {type(getattr(one, "quant_method", None)).__name__ for one in runner.get_model().modules()}
+    kernels = [one.quant_method.moe_kernel for one in runner.get_model().modules() if hasattr(one, "w13_weight")]
+    found["methods"] = sorted(name for name in methods if "MoE" in name)
+    found["experts"] = sorted({type(kernel.fused_experts).__name__ for kernel in kernels})
+    found["layers"] = len(kernels)
+    for number in range(ROUNDS if side != "cold" else 0):
+        reload(models[(number + 1) % 2])
+        found["tokens"].append(generate())
+        torch.cuda.synchronize()
+        found["memory"].append([torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]])
+    found["counters"] = vllm_hotfix.counters().get("keep_moe_kernel", {})
+    if side == "patched":
+        found["seconds"] = {"stock": [], "patched": []}
+        for _ in range(TIMED):
+            vllm_hotfix.deactivate()
+            found["seconds"]["stock"].append(reload(models[0]))
+            vllm_hotfix.activate()
+            found["seconds"]["patched"].append(reload(models[0]))
+    return found
+
+
+def main(models: list[str], options: list[str]) -> int:
+    """Run the engines and compare them."""
+    found = {}
+    for side, order in (("cold", models[::-1]), ("stock", models), ("patched", models)):
+        environ = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", GATE: "1" if side == "patched" else "0"}
+        command = [sys.executable, "-m", "vllm_hotfix", "run", "--", sys.executable, __file__, "--child", side]
+        done = subprocess.run([*command, *order, *options], env=environ, stdout=subprocess.PIPE, text=True, check=True)
+        found[side] = json.loads(done.stdout.splitlines()[-1])
+    stock, patched = found["stock"], found["patched"]
+    cold = [stock["tokens"][0], found["cold"]["tokens"][0]]
+    right = {
+        side: [tokens == cold[number % 2] for number, tokens in enumerate(found[side]["tokens"])][1:]
+        for side in ("stock", "patched")
+    }
+    print(f"{stock['layers']} layers of {', '.join(stock['methods'])} with {', '.join(stock['experts'])}")
+    for side in ("stock", "patched"):
+        memory = [[round(value / 2**20, 3) for value in pair] for pair in found[side]["memory"]]
+        print(f"{side}: tokens of a cold load in {sum(right[side])} rounds of {ROUNDS}: {right[side]}")
+        print(f"{side}: MiB allocated and free after each reload: {memory}")
+    print(f"patched counters after {ROUNDS} reloads: {patched['counters']}")
+    seconds = {side: statistics.median(times) for side, times in patched["seconds"].items()}
+    ratio = seconds["patched"] / seconds["stock"]
+    print(f"seconds of a reload, median of {TIMED} in turn: {seconds}, ratio {ratio:.3f}")
+    print(f"all: {patched['seconds']}")
+    checks = {
+        "tokens are deterministic": all(one["deterministic"] for one in found.values()),
+        "the two checkpoints have other tokens": cold[0] != cold[1],
+        "first loads are equal": stock["tokens"][0] == patched["tokens"][0],
+        "stock is wrong after every reload": not any(right["stock"]),
+        "patched is right after every reload": all(right["patched"]),
+        "kernels were kept": patched["counters"].get("kernels_kept") == ROUNDS * patched["layers"],
+        "nothing was rebound or replaced": not {"tensors_rebound", "kernels_replaced"} & patched["counters"].keys(),
+        "reloads leave memory where it was": patched["memory"][1] == patched["memory"][-1],
+        "a reload takes at most 5 % longer": ratio <= 1.05,
+    }
+    for check, passed in checks.items():
+        print(f"{'ok  ' if passed else 'FAIL'} {check}")
+    return int(not all(checks.values()))
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--child":
+        out = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)
+        pairs = dict(argument.split("=", 1) for argument in sys.argv[5:])
+        out.write(json.dumps(child(sys.argv[2], sys.argv[3:5], pairs)) + "\n")
+    else:
+        sys.exit(main(sys.argv[1:3], sys.argv[3:]))
