@@ -1,9 +1,11 @@
 """The compiled kernels that the FP8 experts of each release call, in plain torch, on any device.
 
 The experts themselves are the release's own, their `apply` included, except for Triton's: what an `apply` hands to its
-kernel is what is read here, and each tensor matters to the result. Stood in for are `run_cutlass_moe_fp8` (three
-compiled operators and two permutations), FlashInfer's `cutlass_fused_moe` and `trtllm_fp8_per_tensor_scale_moe`,
-`TritonExperts.apply` and the operator `scaled_fp8_quant`. FlashInfer's two changes of the weights' layout are left out.
+kernel is what is read here, and each tensor matters to the result. Stood in for are `run_cutlass_moe_fp8` and
+`run_cutlass_moe_w4a8_fp8` (compiled operators and permutations), FlashInfer's `cutlass_fused_moe` and
+`trtllm_fp8_per_tensor_scale_moe`, `TritonExperts.apply`, the operator `scaled_fp8_quant`, and two functions that want
+4-bit weights and their scales to be on CUDA. Changes of layout are left out: FlashInfer's two of the weights, and those
+of 4-bit weights and their scales.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import enum
 import importlib
 import inspect
 import sys
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -21,11 +24,13 @@ from torch.nn import functional
 
 FUSED_MOE = "vllm.model_executor.layers.fused_moe"
 FP8 = torch.float8_e4m3fn
+SIGNS = -0x77777778  # the highest bit of each four
 #: For each backend: the experts that the oracle asks about, in the module of one release or another.
 BACKENDS = {
     "VLLM_CUTLASS": ("TritonOrCutlassExperts", "experts.triton_cutlass_moe", "triton_cutlass_moe"),
     "FLASHINFER_CUTLASS": ("FlashInferExperts", "experts.flashinfer_cutlass_moe", "flashinfer_cutlass_moe"),
     "FLASHINFER_TRTLLM": ("TrtLlmFp8ExpertsMonolithic", "experts.trtllm_fp8_moe"),
+    "W4A8_CUTLASS": ("CutlassExpertsW4A8Fp8", "experts.cutlass_moe"),
     "TRITON": ("TritonExperts", "experts.triton_moe", "fused_moe"),
 }
 
@@ -85,16 +90,20 @@ def of_owner(scale: torch.Tensor, experts: int, owner: torch.Tensor) -> torch.Te
 
 
 def strided_product(
-    rows: torch.Tensor, weight: torch.Tensor, owner: torch.Tensor, ab_strides: torch.Tensor, c_strides: torch.Tensor
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    owner: torch.Tensor,
+    a_strides: torch.Tensor,
+    b_strides: torch.Tensor,
+    c_strides: torch.Tensor,
 ) -> torch.Tensor:
     """Multiply as `product` does, by the strides that each expert is said to have for both operands and the result."""
     (count, width), (_, channels, _) = rows.shape, weight.shape
     line = torch.arange(count, device=rows.device)
     channel = torch.arange(channels, device=rows.device)
     within = torch.arange(width, device=rows.device)
-    step = ab_strides[owner]
-    left = rows.float().flatten()[(line * step)[:, None] + within]
-    starts = (owner * channels * width)[:, None] + channel * step[:, None]
+    left = rows.float().flatten()[(line * a_strides[owner])[:, None] + within]
+    starts = (owner * channels * width)[:, None] + channel * b_strides[owner, None]
     right = weight.float().flatten()[starts[..., None] + within]
     places = (line * c_strides[owner])[:, None] + channel
     result = torch.zeros(count * channels, device=rows.device)
@@ -102,16 +111,49 @@ def strided_product(
 
 
 def cutlass(given: dict[str, Any]) -> None:
-    """Stand for `run_cutlass_moe_fp8`."""
-    ids, w1, w2 = given["topk_ids"], given["w1"], given["w2"]
-    owner, experts = ids.flatten().long(), len(w1)
-    rows = spread(given["hidden_states"], ids)
-    both = strided_product(rows, w1, owner, given["ab_strides1"], given["c_strides1"])
-    both = both * spread(given["a1q_scale"], ids) * of_owner(given["w1_scale"], experts, owner)
+    """Stand for `run_cutlass_moe_fp8`, and for the function for 4-bit weights, which has more strides."""
+    ids = given["topk_ids"]
+    owner, experts = ids.flatten().long(), len(given["w1"])
+
+    def multiply(rows: torch.Tensor, number: int, c_strides: torch.Tensor) -> torch.Tensor:
+        weight, scale = given[f"w{number}"], given[f"w{number}_scale"]
+        if "ab_strides1" in given:
+            a_strides = b_strides = given[f"ab_strides{number}"]
+        else:
+            a_strides, b_strides = given[f"a_strides{number}"], given[f"b_strides{number}"][:, 0]
+            weight = unpack(weight, scale, given[f"s_strides{number}"][:, 0], given["group_size"])
+            scale = given[f"w{number}_chan_scale"]
+        return strided_product(rows, weight, owner, a_strides, b_strides, c_strides) * of_owner(scale, experts, owner)
+
+    both = multiply(spread(given["hidden_states"], ids), 1, given["c_strides1"]) * spread(given["a1q_scale"], ids)
     gate, up = both.chunk(2, -1)
     inner, scale = quantize(functional.silu(gate) * up, given["a2_scale"], given["per_act_token"])
-    rows = strided_product(inner, w2, owner, given["ab_strides2"], given["c_strides2"])
-    combine(given["output"], rows * scale * of_owner(given["w2_scale"], experts, owner), given["topk_weights"])
+    combine(given["output"], multiply(inner, 2, given["c_strides2"]) * scale, given["topk_weights"])
+
+
+def unpack(weight: torch.Tensor, scale: torch.Tensor, strides: torch.Tensor, group: int) -> torch.Tensor:
+    """Return signed 4-bit weights, eight of them in each element, times the scales of their groups.
+
+    The scales of an expert's groups lie as far apart as its stride says.
+    """
+    shifts = torch.arange(0, 32, 4, device=weight.device)
+    values = (((weight[..., None] >> shifts) & 15 ^ 8) - 8).flatten(2)
+    experts, channels, width = values.shape
+    groups = torch.arange(width, device=weight.device) // group
+    starts = torch.arange(experts, device=weight.device)[:, None] * (scale[0].numel()) + groups * strides[:, None]
+    places = starts[:, None] + torch.arange(channels, device=weight.device)[:, None]
+    return values * scale.float().flatten()[places]
+
+
+def split_scales(quantizer: Any, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Stand for `convert_bf16_scales_to_fp8`: FP8 scales of the groups, and what to multiply each channel with."""
+    groups, channels = quantize(scales, use_per_token_if_dynamic=True)
+    return (groups.float() / 8).to(FP8), channels * 8
+
+
+def with_strides(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Stand for `cutlass_encode_and_reorder_int4b_grouped`: the weights, and for each expert the length of a row."""
+    return weight, torch.full((len(weight), 2), weight.shape[-1] * 8, dtype=torch.int64, device=weight.device)
 
 
 def triton(self: Any, **given: Any) -> None:
@@ -151,20 +193,37 @@ def flashinfer_trtllm(**given: Any) -> torch.Tensor:
     return output
 
 
+def by_name(function: Any) -> Callable[..., None]:
+    """Return `cutlass` for the arguments of one of the functions that it stands for."""
+    signature = inspect.signature(function)
+    return lambda *args, **options: cutlass(signature.bind(*args, **options).arguments)
+
+
 def install(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     """Let vLLM's own choice fall on a backend, and put the kernels where its experts call them."""
     from vllm import _custom_ops
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+    from vllm.model_executor.layers.quantization.utils import quant_utils
 
     chosen = experts_class(backend)
     monkeypatch.setattr(chosen, "is_supported_config", staticmethod(lambda *args: (True, None)), raising=False)
     monkeypatch.setattr(_custom_ops, "scaled_fp8_quant", quantize)
     module = importlib.import_module(f"{FUSED_MOE}.experts.cutlass_moe")
-    signature = inspect.signature(module.run_cutlass_moe_fp8)
+    for name in ("run_cutlass_moe_fp8", "run_cutlass_moe_w4a8_fp8"):
+        monkeypatch.setattr(module, name, by_name(getattr(module, name)))
+    for name in ("CutlassExpertsFp8Base", "CutlassExpertsW4A8Fp8"):
+        # The permutation's scratch memory, in the releases that keep it, is sized by a compiled operator.
+        monkeypatch.setattr(getattr(module, name), "_get_permute_scratch", lambda self: None, raising=False)
+    monkeypatch.setattr(_custom_ops, "cutlass_encode_and_reorder_int4b_grouped", with_strides)
+    monkeypatch.setattr(_custom_ops, "cutlass_pack_scale_fp8", lambda scales: scales)
+    monkeypatch.setattr(quant_utils, "convert_bf16_scales_to_fp8", split_scales)
     monkeypatch.setattr(
-        module, "run_cutlass_moe_fp8", lambda *args, **options: cutlass(signature.bind(*args, **options).arguments)
+        quant_utils, "convert_packed_uint4b8_to_signed_int4_inplace", lambda one: one.bitwise_xor_(SIGNS)
     )
-    # The permutation's scratch memory, in the releases that keep it, is sized by a compiled operator.
-    monkeypatch.setattr(module.CutlassExpertsFp8Base, "_get_permute_scratch", lambda self: None, raising=False)
+    # 4-bit weights are for one generation of GPUs in some releases.
+    monkeypatch.setattr(
+        CompressedTensorsConfig, "_is_fp8_w4a8_sm90", staticmethod(CompressedTensorsConfig._is_fp8_w4a8)
+    )
     monkeypatch.setattr(experts_class("TRITON"), "apply", triton)
     monkeypatch.setattr(experts_module("FLASHINFER_CUTLASS"), "flashinfer_cutlass_fused_moe", flashinfer_cutlass)
     library = {name: ModuleType(name) for name in ("flashinfer", "flashinfer.fused_moe", "flashinfer.fused_moe.core")}
@@ -178,4 +237,5 @@ def install(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     fused_moe.trtllm_fp8_per_tensor_scale_moe = flashinfer_trtllm
     if not torch.accelerator.is_available():
         monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: torch.device("cpu"))
+        monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
     core.ActivationType = fused_moe.ActivationType = enum.IntEnum("ActivationType", "Swiglu Relu2 Geglu Gelu Silu")

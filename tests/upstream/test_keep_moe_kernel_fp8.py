@@ -9,7 +9,7 @@ import contextlib
 import gc
 import importlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,9 @@ from vllm_hotfix._patches import keep_moe_kernel
 from vllm_hotfix._record import RECORD
 
 RELEASE = Version(os.environ["HOTFIX_RELEASE"])
-EXPERTS, HIDDEN, INNER, TOKENS, TOP_K = 4, 64, 48, 6, 2  # two dimensions of which no multiples are equal
+EXPERTS, TOKENS, TOP_K = 4, 6, 2
+#: Hidden and inner size where not any will do; none is the other's double, so that no stride is another one's.
+SIZES = {"W4A8_CUTLASS": (768, 256)}
 
 
 def compressed(weights: dict[str, Any], activations: dict[str, Any]) -> Any:
@@ -49,6 +51,12 @@ def compressed_per_tensor() -> Any:
 def compressed_per_channel() -> Any:
     """Return the configuration of a checkpoint with one scale for each channel and inputs scaled as they come."""
     return compressed({"strategy": "channel", "dynamic": False}, {"strategy": "token", "dynamic": True})
+
+
+def compressed_4_bit() -> Any:
+    """Return the configuration of a checkpoint with 4-bit weights, for inputs that become FP8."""
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "dynamic": False}
+    return compressed(weights, {"strategy": "token", "dynamic": True})
 
 
 def fp8() -> Any:
@@ -91,6 +99,7 @@ def online() -> Any:
 METHODS: dict[Callable[[], Any], str] = {
     compressed_per_tensor: "CompressedTensorsW8A8Fp8MoEMethod",
     compressed_per_channel: "CompressedTensorsW8A8Fp8MoEMethod",
+    compressed_4_bit: "CompressedTensorsW4A8Fp8MoEMethod",
     fp8: "Fp8MoEMethod",
     modelopt: "ModelOptFp8MoEMethod",
     quark: "QuarkW8A8Fp8MoEMethod",
@@ -105,10 +114,13 @@ if Version("0.24") <= RELEASE:  # these two come with kernels, or at all, from t
     STALE += [(quark, "FLASHINFER_CUTLASS"), (online, "VLLM_CUTLASS")]  # Quark calls no kernel that routes
 #: Methods with the backend of which the kernel holds the layer's parameters and nothing else.
 FRESH = [(make, "TRITON") for make in (compressed_per_channel, fp8, modelopt)]
+if Version("0.22") <= RELEASE:  # before, the method has its strides itself, and no kernel
+    STALE.append((compressed_4_bit, "W4A8_CUTLASS"))
 #: How many tensors a kernel has that are no parameters: strides; fused scales; inverse scales, and fused ones up to
 #: 0.27, which are parameters from then on.
 OWNED = {
     "VLLM_CUTLASS": 3,
+    "W4A8_CUTLASS": 7,
     "FLASHINFER_TRTLLM": 3,
     "FLASHINFER_CUTLASS": 4 if Version("0.28") > RELEASE else 2,
     "TRITON": 0,
@@ -122,15 +134,21 @@ class Engine:
         self.host = host
         self.make = make
         self.backend = backend
-        self.owned = OWNED[backend]
+        # Quark does not let its layer have the fused ones.
+        self.owned = 4 if (make, backend) == (quark, "FLASHINFER_CUTLASS") else OWNED[backend]
         self.shapes: dict[str, tuple[torch.Size, torch.dtype]] = {}
 
     def _build(self, model: Probe, config: VllmConfig) -> None:
         make = getattr(fused_moe, "FusedMoEFactory", None) or fused_moe.FusedMoE
-        sizes = {"num_experts": EXPERTS, "top_k": TOP_K, "hidden_size": HIDDEN, "intermediate_size": INNER}
+        hidden, inner = SIZES.get(self.backend, (64, 48))
+        sizes = {"num_experts": EXPERTS, "top_k": TOP_K, "hidden_size": hidden, "intermediate_size": inner}
         model.moe = make(**sizes, params_dtype=torch.bfloat16, quant_config=self.make(), prefix="moe")
         self.layer, module = experts_in(model)
-        self.shapes = {name: (one.shape, one.dtype) for name, one in module.named_parameters(recurse=False)}
+        self.shapes = {
+            name: (one.shape, one.dtype)
+            for name, one in module.named_parameters(recurse=False)
+            if name.endswith(("weight", "weight_packed", "weight_scale", "input_scale"))
+        }
 
     def checkpoint(self, seed: int) -> Iterator[Piece]:
         """Yield every tensor of a checkpoint, scales first: stock counts scales twice, and weights are more than those.
@@ -138,16 +156,22 @@ class Engine:
         No two scales are the same, but for the input scales of an expert's w1 and w3, which must be.
         """
         generator = torch.Generator().manual_seed(seed)
-        for name in sorted(self.shapes, key=lambda name: (name.endswith("weight"), name)):
+        for name in sorted(self.shapes, key=lambda name: (not name.endswith("scale"), name)):
             (experts, *shape), dtype = self.shapes[name]
             for expert in range(experts):
                 for shard in ("w1", "w3") if name.startswith("w13") else ("w2",):
                     # w1 and w3 lie behind each other, or are one value.
                     part = shape if shard == "w2" else [shape[0] // 2, *shape[1:]] if shape[1:] else []
                     if not (name == "w13_input_scale" and shard == "w3"):
-                        value = torch.rand(part, generator=generator) + 0.25
-                        value = ((value - 0.75) * 8).to(dtype) if name.endswith("weight") else value / 16
+                        value = self._value(name, part, dtype, generator)
                     yield Piece(f"{self.layer}.{name}", value, (f"{self.layer}.{expert}.{name}", shard, expert))
+
+    @staticmethod
+    def _value(name: str, shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+        if dtype == torch.int32:
+            return torch.randint(-(2**31), 2**31, shape, generator=generator).int()
+        one = torch.rand(shape, generator=generator)
+        return ((one + 0.25) / 16 if name.endswith("scale") else (one - 0.5) * 8).to(dtype)
 
     def load(self, seed: int) -> Model:
         """Load cold."""
@@ -155,23 +179,24 @@ class Engine:
             model = self.host.load(self._build, self.checkpoint(seed))
         loaded = Model(model, made)
         assert type(loaded.method).__name__ == METHODS[self.make]
-        assert loaded.method.fp8_backend.value == self.backend
+        assert loaded.method.experts_cls is fp8_kernels.experts_class(self.backend)
         return loaded
 
     def reload(self, loaded: Model, seed: int, side: str) -> None:
         """Reload as the worker does; memory that nobody loads reads as NaN.
 
-        With one thing added for stock: FlashInfer's experts are made anew and want a current configuration in 0.20.0
-        to 0.22.1, where a worker has none while it reloads.
+        A worker has a current configuration then from 0.27.0 on. Stock has it here before, too: for want of it some
+        reloads raise, with FlashInfer's experts in 0.20.0 to 0.22.1, with 4-bit weights in 0.22.0 to 0.26.0.
         """
-        lacking = side == "stock" and self.backend == "FLASHINFER_CUTLASS" and Version("0.23") > RELEASE
-        with set_current_vllm_config(self.host.config) if lacking else contextlib.nullcontext(), Unwritten(255):
+        current = side == "stock" or Version("0.27") <= RELEASE
+        with set_current_vllm_config(self.host.config) if current else contextlib.nullcontext(), Unwritten(255):
             self.host.reload(loaded.model, self.checkpoint(seed))
 
 
 def experts_in(model: Any) -> tuple[str, Any]:
     """Return the name of the module that holds expert weights, and the module."""
-    return next((name, module) for name, module in model.named_modules() if hasattr(module, "w13_weight"))
+    named = model.named_modules()
+    return next((name, one) for name, one in named if any(key.startswith("w13") for key in one._parameters))
 
 
 @contextlib.contextmanager
@@ -200,7 +225,7 @@ class Model:
         self.module = experts_in(model)[1]
         self.method = self.module.quant_method
         generator = torch.Generator().manual_seed(0)
-        self.tokens = torch.randn(TOKENS, HIDDEN, generator=generator).bfloat16()
+        self.tokens = torch.randn(TOKENS, self.module.hidden_size, generator=generator).bfloat16()
         self.logits = torch.randn(TOKENS, EXPERTS, generator=generator)
         self.weights, self.ids = self.logits.softmax(-1).topk(TOP_K)
 
