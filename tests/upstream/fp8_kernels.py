@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from layers import DEVICE
 from torch.nn import functional
 
 FUSED_MOE = "vllm.model_executor.layers.fused_moe"
@@ -235,7 +236,7 @@ def install(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     flashinfer.shuffle_matrix_a = lambda weight, rows: weight
     fused_moe.core = core
     fused_moe.trtllm_fp8_per_tensor_scale_moe = flashinfer_trtllm
-    if not torch.accelerator.is_available():
+    if DEVICE.type == "cpu":
         monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: torch.device("cpu"))
         monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
     core.ActivationType = fused_moe.ActivationType = enum.IntEnum("ActivationType", "Swiglu Relu2 Geglu Gelu Silu")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -17,14 +16,13 @@ import fp8_kernels
 import graphs
 import pytest
 import torch
-from layers import Host, Piece, Probe, Unwritten, accepted
+from layers import DEVICE, Host, Piece, Probe, Unwritten, accepted
 from packaging.version import Version
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.fused_moe import layer as fused_moe
 from vllm.v1.worker.workspace import init_workspace_manager, reset_workspace_manager
 
 import vllm_hotfix
-from vllm_hotfix._patches import keep_moe_kernel
 from vllm_hotfix._record import RECORD
 
 RELEASE = Version(os.environ["HOTFIX_RELEASE"])
@@ -108,14 +106,13 @@ METHODS: dict[Callable[[], Any], str] = {
 #: Methods that stock can reload, with the backends that they allow and of which a kernel holds tensors of its own.
 STALE = [
     (compressed_per_channel, "VLLM_CUTLASS"),
+    (compressed_4_bit, "W4A8_CUTLASS"),
     *((make, f"FLASHINFER_{kernel}") for make in (fp8, modelopt) for kernel in ("CUTLASS", "TRTLLM")),
 ]
 if Version("0.24") <= RELEASE:  # these two come with kernels, or at all, from then on
     STALE += [(quark, "FLASHINFER_CUTLASS"), (online, "VLLM_CUTLASS")]  # Quark calls no kernel that routes
 #: Methods with the backend of which the kernel holds the layer's parameters and nothing else.
 FRESH = [(make, "TRITON") for make in (compressed_per_channel, fp8, modelopt)]
-if Version("0.22") <= RELEASE:  # before, the method has its strides itself, and no kernel
-    STALE.append((compressed_4_bit, "W4A8_CUTLASS"))
 #: How many tensors a kernel has that are no parameters: strides; fused scales; inverse scales, and fused ones up to
 #: 0.27, which are parameters from then on.
 OWNED = {
@@ -137,6 +134,7 @@ class Engine:
         # Quark does not let its layer have the fused ones.
         self.owned = 4 if (make, backend) == (quark, "FLASHINFER_CUTLASS") else OWNED[backend]
         self.shapes: dict[str, tuple[torch.Size, torch.dtype]] = {}
+        self._strides_of_the_method = backend == "W4A8_CUTLASS" and Version("0.22") > RELEASE
 
     def _build(self, model: Probe, config: VllmConfig) -> None:
         make = getattr(fused_moe, "FusedMoEFactory", None) or fused_moe.FusedMoE
@@ -179,7 +177,9 @@ class Engine:
             model = self.host.load(self._build, self.checkpoint(seed))
         loaded = Model(model, made)
         assert type(loaded.method).__name__ == METHODS[self.make]
-        assert loaded.method.experts_cls is fp8_kernels.experts_class(self.backend)
+        # Before 0.22.0 the method for 4-bit weights has its strides itself, and makes the experts when they are used.
+        experts = getattr(loaded.method, "experts_cls", None)
+        assert experts is (None if self._strides_of_the_method else fp8_kernels.experts_class(self.backend))
         return loaded
 
     def reload(self, loaded: Model, seed: int, side: str) -> None:
@@ -225,12 +225,14 @@ class Model:
         self.module = experts_in(model)[1]
         self.method = self.module.quant_method
         generator = torch.Generator().manual_seed(0)
-        self.tokens = torch.randn(TOKENS, self.module.hidden_size, generator=generator).bfloat16()
-        self.logits = torch.randn(TOKENS, EXPERTS, generator=generator)
+        self.tokens = torch.randn(TOKENS, self.module.hidden_size, generator=generator).to(DEVICE, torch.bfloat16)
+        self.logits = torch.randn(TOKENS, EXPERTS, generator=generator).to(DEVICE)
         self.weights, self.ids = self.logits.softmax(-1).topk(TOP_K)
 
     def run(self) -> torch.Tensor:
         """Do the layer's work for a few tokens, as its runner does."""
+        if hasattr(self.module, "ensure_moe_quant_config_init"):
+            self.module.ensure_moe_quant_config_init()  # for methods that have made none after loading
         given = {"layer": self.module, "x": self.tokens.clone()}  # which some releases write to
         if self.method.is_monolithic:
             return self.method.apply_monolithic(**given, router_logits=self.logits)
@@ -256,7 +258,7 @@ def addresses(graph: graphs.Graph) -> list[int]:
 @pytest.fixture(autouse=True)
 def workspace() -> Iterator[None]:
     """Provide the memory that kernels work in, which a worker has before it loads."""
-    init_workspace_manager(torch.device("cpu"))
+    init_workspace_manager(DEVICE)
     yield
     reset_workspace_manager()
 
@@ -277,8 +279,6 @@ def patched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setenv("VLLM_HOTFIX_KEEP_MOE_KERNEL", "1")
     monkeypatch.setenv("VLLM_HOTFIX_STATE_DIR", str(tmp_path / "state"))
     monkeypatch.setattr(RECORD, "counters", {})
-    for target in keep_moe_kernel.PATCH.targets:  # some are imported when a layer is made
-        importlib.import_module(target.name.partition(":")[0])
     vllm_hotfix.activate()
     assert state_of_patch()[0] == "active", state_of_patch()[1]
     yield
