@@ -206,8 +206,10 @@ def install(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
     from vllm.model_executor.layers.quantization.utils import quant_utils
 
-    chosen = experts_class(backend)
-    monkeypatch.setattr(chosen, "is_supported_config", staticmethod(lambda *args: (True, None)), raising=False)
+    for other in BACKENDS:
+        answer = (True, None) if other == backend else (False, "another backend is tested")
+        experts = experts_class(other)
+        monkeypatch.setattr(experts, "is_supported_config", staticmethod(lambda *args, a=answer: a), raising=False)
     monkeypatch.setattr(_custom_ops, "scaled_fp8_quant", quantize)
     module = importlib.import_module(f"{FUSED_MOE}.experts.cutlass_moe")
     for name in ("run_cutlass_moe_fp8", "run_cutlass_moe_w4a8_fp8"):

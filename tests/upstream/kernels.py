@@ -47,9 +47,11 @@ def experts_class(backend: str) -> Any:
 
 def choose(patch: pytest.MonkeyPatch, backend: str) -> None:
     """Let vLLM's own choice of a backend fall on this one: only its experts say that they run here."""
-    patch.setattr(
-        experts_class(backend), "is_supported_config", staticmethod(lambda *args: (True, None)), raising=False
-    )
+    for other in BACKENDS:
+        answer = (True, None) if other == backend else (False, "another backend is tested")
+        patch.setattr(
+            experts_class(other), "is_supported_config", staticmethod(lambda *args, a=answer: a), raising=False
+        )
 
 
 class ActivationType(IntEnum):

@@ -375,15 +375,16 @@ def test_a_first_load_that_is_tried_again_is_stocks(engine: Engine, patched: Non
     layer, method = experts_of(model)[1], engine.quant_method(model)
     first, owned = method.moe_kernel, engine.owned(model)
     before = [one.clone() for one in owned]
-    method.create_weights(
-        layer,
-        EXPERTS,
-        HIDDEN,
-        BETWEEN,
-        torch.bfloat16,
-        weight_loader=layer.weight_loader,
-        global_num_experts=EXPERTS,
-    )
+    with DEVICE:
+        method.create_weights(
+            layer,
+            EXPERTS,
+            HIDDEN,
+            BETWEEN,
+            torch.bfloat16,
+            weight_loader=layer.weight_loader,
+            global_num_experts=EXPERTS,
+        )
     model.load_weights(engine.stream(B))
     with set_current_vllm_config(engine.host.config):  # as a first load has it
         method.process_weights_after_loading(layer)
