@@ -136,7 +136,7 @@ class Engine:
     def stream(self, seed: int, experts: int = EXPERTS) -> Iterator[Piece]:
         """Yield a checkpoint in which no two scales are the same.
 
-        Input scales come first and weights last: stock's trigger counts too few of the former in 0.20.0 to 0.22.1.
+        Input scales come first and weights last: stock's trigger counts the former twice in 0.20.0 to 0.22.1.
         """
         generator = torch.Generator().manual_seed(seed)
         order = sorted(self._shapes, key=lambda name: ("input" not in name, self._shapes[name][0].numel()))
