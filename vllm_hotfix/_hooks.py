@@ -291,7 +291,7 @@ class Activation:
                 if wrap is not None:  # its module was executed again; others may still hold it
                     entry.retired.append(wrap)
                 entry.wraps[target.name] = self._wrap_target(patch, target, entry.verdict)
-        missing = [target.name for target in wanted if target.name not in entry.wraps]
+        missing = [one.name for one in wanted if one.name not in entry.wraps and not one.optional]
         dead = [target.name for target in mine if not entry.wraps[target.name].alive]
         if dead:
             raise Drift(f"wrapped, but its place holds something else: {', '.join(dead)}")
@@ -299,9 +299,12 @@ class Activation:
             return  # the patch is not at work, only its settings are understood
         if missing:
             entry.reason = f"waits for the import of {', '.join(missing)}"
-        elif entry.state not in (ACTIVE, STALE_GRAPHS):
-            entry.state, entry.reason = ACTIVE, f"{len(wanted)} functions wrapped"
-            logger.info("vllm-hotfix: %s is active (%s)", patch.name, self.gates[patch.name].reason)
+        elif entry.state != STALE_GRAPHS:
+            if entry.state != ACTIVE:
+                logger.info("vllm-hotfix: %s is active (%s)", patch.name, self.gates[patch.name].reason)
+            waiting = len(wanted) - len(entry.wraps)
+            more = f", {waiting} more if vLLM imports their modules" if waiting else ""
+            entry.state, entry.reason = ACTIVE, f"{len(entry.wraps)} functions wrapped{more}"
 
     @staticmethod
     def _wrap_target(patch: Patch, target: Target, verdict: Verdict) -> Wrap:

@@ -10,7 +10,7 @@ from _vllm_hotfix import ALIASES
 
 OFF: Final = "off"  #: no gate
 READY: Final = "ready"  #: gate on, source known, not every target imported yet
-ACTIVE: Final = "active"  #: the live objects are wrapped
+ACTIVE: Final = "active"  #: the live objects are wrapped, optional ones as they come
 NOT_NEEDED: Final = "not-needed"  #: this release has the fix, or what the fix is for is not installed
 UNSUPPORTED: Final = "unsupported"  #: a vLLM or streamer outside what is known
 DRIFTED: Final = "drifted"  #: source unknown to the lock
@@ -44,6 +44,7 @@ class Target:
         keep: modules whose own name for the function stays the stock one.
         always: wrapped also where other code of the patch is not known, so that its settings stay understood.
         unless: another name; where that is there, this target is only checked and not wrapped.
+        optional: its module is imported only if a model needs it; the patch is active before that.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Target:
     keep: tuple[str, ...] = ()
     always: bool = False
     unless: str | None = None
+    optional: bool = False
 
 
 @dataclass(frozen=True)

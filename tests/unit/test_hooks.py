@@ -11,6 +11,7 @@ import pickle
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from textwrap import dedent
@@ -639,6 +640,21 @@ def test_a_patch_is_ready_then_waits_then_active(vllm: Any, activation: Any) -> 
     assert state_of(ONE) == (ACTIVE, "2 functions wrapped")
     assert a.f() == b.f() == b.C().g() == ["stock", "patched"]
     assert state_of(TWO) == (OFF, "")
+
+
+def test_an_optional_target_is_not_waited_for(vllm: Any, activation: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The patch is active without it and says so; it is wrapped when its module is imported."""
+    some = replace(ONE, targets=(ONE.targets[0], replace(ONE.targets[1], optional=True)))
+    active = Activation((some,))
+    monkeypatch.setenv(some.env, "1")
+    active.activate(*read_gates(active.catalog, os.environ))
+    assert state_of(some)[0] == READY
+    assert vllm("a").f() == ["stock", "patched"]
+    assert state_of(some) == (ACTIVE, "1 functions wrapped, 1 more if vLLM imports their modules")
+    assert vllm("b").C().g() == ["stock", "patched"]
+    assert state_of(some) == (ACTIVE, "2 functions wrapped")
+    active.deactivate()
+    assert vllm("a").f() == vllm("b").C().g() == ["stock"]
 
 
 def test_activation_after_the_imports(vllm: Any, activation: Any, logged: Any) -> None:

@@ -1,4 +1,4 @@
-"""What a captured CUDA graph is, on any device: the operations that ran once, to be run again on the same memory.
+"""A captured CUDA graph, or on the CPU what one is: operations that ran once, to be run again on the same memory.
 
 A graph knows addresses, not modules or attributes. What was read from a tensor is read from that tensor's memory again,
 whoever has dropped the tensor since and whatever stands in its place.
@@ -18,11 +18,19 @@ class Graph(TorchDispatchMode):
     """Operations in the order in which they ran, with the very tensors that they read and wrote."""
 
     def __init__(self, run: Callable[[], torch.Tensor]) -> None:
-        """Capture what a function does. It must not look at a tensor's values, as under CUDA's capture."""
+        """Capture what a function does. It must not look at a tensor's values, as under CUDA's capture.
+
+        For a result on a CUDA device it runs once more, and a real graph is captured.
+        """
         super().__init__()
         self._calls: list[tuple[Any, Any, Any, Any]] = []
+        self._cuda: Any = None
         with self:
             self.output = run()
+        if self.output.is_cuda:
+            self._cuda = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._cuda):
+                self.output = run()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
@@ -45,6 +53,9 @@ class Graph(TorchDispatchMode):
 
     def replay(self) -> torch.Tensor:
         """Run it all again, and return what comes out this time."""
+        if self._cuda is not None:
+            self._cuda.replay()
+            return self.output.clone()
         made: dict[int, Any] = {}
         for func, args, kwargs, result in self._calls:
             args, kwargs = tree_map_only(torch.Tensor, lambda one: made.get(id(one), one), (args, kwargs))

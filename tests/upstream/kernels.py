@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from layers import DEVICE
 from torch import Tensor
 
 #: The experts of each backend, in the module of one release or another.
@@ -90,12 +91,11 @@ def stand_in(patch: pytest.MonkeyPatch) -> None:
     # A kernel of its own in 0.20.0 to 0.29.0; later releases hand both on as they are.
     trtllm_module = sys.modules[experts_class("FLASHINFER_TRTLLM").__module__]
     patch.setattr(trtllm_module, "trtllm_moe_pack_topk_ids_weights", lambda *both: both, raising=False)
-    if not torch.accelerator.is_available():
+    if DEVICE.type == "cpu":
         patch.setattr(Tensor, "cuda", lambda self, *args, **options: self)
         patch.setattr(torch.accelerator, "current_device_index", lambda: "cpu")
         patch.setattr(marlin_utils, "num_compute_units", lambda *args: 1)
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
-    patch.setattr(workspace, "_manager", workspace.WorkspaceManager(device))
+    patch.setattr(workspace, "_manager", workspace.WorkspaceManager(DEVICE))
 
 
 def upside_down(cache: Any, rows: Tensor, *args: Any, **options: Any) -> Tensor:

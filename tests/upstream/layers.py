@@ -11,6 +11,7 @@ import contextlib
 import gc
 import inspect
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,8 +22,11 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from vllm.platforms.cpu import CpuPlatform
 
-# Before vLLM asks: a CPU build is told by its distribution's version, and unpacked sources have no distribution.
-vllm.platforms._current_platform = CpuPlatform()
+#: Where models are; another one than the CPU for tests with real CUDA graphs.
+DEVICE = torch.device(os.environ.get("HOTFIX_DEVICE", "cpu"))
+if DEVICE.type == "cpu":
+    # Before vLLM asks: a CPU build is told by its distribution's version, and unpacked sources have no distribution.
+    vllm.platforms._current_platform = CpuPlatform()
 
 from vllm.config import DeviceConfig, LoadConfig, ModelConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
@@ -32,8 +36,9 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models import ModelRegistry
 
-# vLLM's CPU worker does the same: torch raises where there is no accelerator.
-torch.accelerator.empty_cache = lambda: None
+if DEVICE.type == "cpu":
+    # vLLM's CPU worker does the same: torch raises where there is no accelerator.
+    torch.accelerator.empty_cache = lambda: None
 ARCHITECTURE = "ProbeForCausalLM"
 
 
@@ -100,7 +105,7 @@ class StreamLoader(BaseModelLoader):
 
 
 def make_config(folder: Path, **model_options: Any) -> VllmConfig:
-    """Return the release's own `VllmConfig` for a tiny float32 model on the CPU."""
+    """Return the release's own `VllmConfig` for a tiny float32 model."""
     config = {
         "model_type": "llama",
         "architectures": [ARCHITECTURE],
@@ -118,8 +123,8 @@ def make_config(folder: Path, **model_options: Any) -> VllmConfig:
     options = {"skip_tokenizer_init": True, "dtype": "float32", "max_model_len": 128} | model_options
     return VllmConfig(
         model_config=ModelConfig(model=str(folder), **options),
-        device_config=DeviceConfig(device="cpu"),
-        load_config=LoadConfig(device="cpu"),
+        device_config=DeviceConfig(device=DEVICE.type),
+        load_config=LoadConfig(device=DEVICE.type),
     )
 
 

@@ -20,7 +20,7 @@ import kernels
 import pytest
 import torch
 from graphs import Graph, discard
-from layers import Host, Piece, Probe, accepted, experts_of, put_moe
+from layers import DEVICE, Host, Piece, Probe, accepted, experts_of, put_moe
 from packaging.version import Version
 from torch import Tensor, nn
 from vllm.config import VllmConfig, set_current_vllm_config
@@ -120,8 +120,8 @@ class Engine:
         #: A stock reload fails there for want of it, which is not the fault at hand.
         self.brings_config = brings_config
         generator = torch.Generator().manual_seed(0)
-        self.hidden = torch.randn(TOKENS, HIDDEN, generator=generator).to(torch.bfloat16)
-        self.logits = torch.randn(TOKENS, EXPERTS, generator=generator)
+        self.hidden = torch.randn(TOKENS, HIDDEN, generator=generator).to(DEVICE, torch.bfloat16)
+        self.logits = torch.randn(TOKENS, EXPERTS, generator=generator).to(DEVICE)
         weights, ids = self.logits.softmax(-1).topk(2)
         self.topk_weights, self.topk_ids = weights.contiguous(), ids.to(torch.int32)
         self._shapes: dict[str, tuple[torch.Size, torch.dtype]] = {}

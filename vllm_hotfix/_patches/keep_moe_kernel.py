@@ -44,6 +44,12 @@ _COMPRESSED = f"{_QUANTIZATION}.compressed_tensors.compressed_tensors_moe.compre
 _NVFP4 = f"{_QUANTIZATION}.modelopt:ModelOptNvFp4FusedMoE"
 _FP8 = f"{_QUANTIZATION}.fp8:Fp8MoEMethod"
 
+
+def _target(name: str, unless: str | None = None) -> Target:
+    """A function that builds a kernel; vLLM imports the modules of the methods that a model has."""
+    return Target(name, "keep", unless=unless, optional=True)
+
+
 PATCH = Patch(
     name="keep_moe_kernel",
     env="VLLM_HOTFIX_KEEP_MOE_KERNEL",
@@ -52,16 +58,16 @@ PATCH = Patch(
     upstream="vllm-project/vllm#61304",
     # For each method the innermost function that builds its kernel; from 0.30.0 on some have one for just that.
     targets=(
-        Target(f"{_NVFP4}._build_moe_kernel", "keep"),
-        Target(f"{_NVFP4}.process_weights_after_loading", "keep", unless=f"{_NVFP4}._build_moe_kernel"),
-        Target(f"{_QUANTIZATION}.modelopt:ModelOptFp8MoEMethod._setup_kernel", "keep"),
-        Target(f"{_FP8}._init_moe_kernel", "keep"),
-        Target(f"{_FP8}._setup_kernel", "keep", unless=f"{_FP8}._init_moe_kernel"),
-        Target(f"{_QUANTIZATION}.quark.quark_moe:QuarkW8A8Fp8MoEMethod._setup_kernel", "keep"),
-        Target(f"{_QUANTIZATION}.online.fp8:_Fp8OnlineMoEBase._setup_kernel", "keep"),
-        Target(f"{_COMPRESSED}_w8a8_fp8:CompressedTensorsW8A8Fp8MoEMethod.process_weights_after_loading", "keep"),
-        Target(f"{_COMPRESSED}_w4a4_nvfp4:CompressedTensorsW4A4Nvfp4MoEMethod.process_weights_after_loading", "keep"),
-        Target(f"{_COMPRESSED}_w4a8_fp8:CompressedTensorsW4A8Fp8MoEMethod.process_weights_after_loading", "keep"),
+        _target(f"{_NVFP4}._build_moe_kernel"),
+        _target(f"{_NVFP4}.process_weights_after_loading", unless=f"{_NVFP4}._build_moe_kernel"),
+        _target(f"{_QUANTIZATION}.modelopt:ModelOptFp8MoEMethod._setup_kernel"),
+        _target(f"{_FP8}._init_moe_kernel"),
+        _target(f"{_FP8}._setup_kernel", unless=f"{_FP8}._init_moe_kernel"),
+        _target(f"{_QUANTIZATION}.quark.quark_moe:QuarkW8A8Fp8MoEMethod._setup_kernel"),
+        _target(f"{_QUANTIZATION}.online.fp8:_Fp8OnlineMoEBase._setup_kernel"),
+        _target(f"{_COMPRESSED}_w8a8_fp8:CompressedTensorsW8A8Fp8MoEMethod.process_weights_after_loading"),
+        _target(f"{_COMPRESSED}_w4a4_nvfp4:CompressedTensorsW4A4Nvfp4MoEMethod.process_weights_after_loading"),
+        _target(f"{_COMPRESSED}_w4a8_fp8:CompressedTensorsW4A8Fp8MoEMethod.process_weights_after_loading"),
         Target(f"{_LAYERWISE}:finalize_layerwise_reload", "finalize_layerwise_reload"),
     ),
     relies=(
@@ -190,7 +196,7 @@ class _Refresh:
             return
         self._seen.add((id(kept), id(fresh)))
         ours, theirs = _parts(kept), _parts(fresh)
-        for key in ours.keys() | theirs.keys():
+        for key in {**ours, **theirs}:
             name = f"{path}.{key}" if path else str(key)
             self._compare_part(kept, key, ours.get(key, _ABSENT), theirs.get(key, _ABSENT), name)
 
@@ -248,6 +254,7 @@ class _Refresh:
             else:
                 object.__setattr__(holder, key, fresh)
             _count("tensors_rebound")
+            RECORD.warn(f"{PATCH.name}: {path} is rebound, {why}; CUDA graphs captured with the old one are stale")
             _mark_stale(self.layer, f"{path} of the MoE kernel has other memory now: {why}")
         # What the layer has besides parameters, and shares with the new kernel.
         kept_by_fresh = {id(fresh): kept for kept, fresh in self._copies.values()}
