@@ -108,27 +108,27 @@ def upside_down(cache: Any, rows: Tensor, *args: Any, **options: Any) -> Tensor:
 def numbers(packed: Tensor) -> Tensor:
     """Return a number for every four bits."""
     packed = packed.view(torch.uint8)
-    return torch.stack((packed & 15, packed >> 4), -1).flatten(-2).double() - 8
+    return torch.stack((packed & 15, packed >> 4), -1).flatten(-2).float() - 8
 
 
 def scaled(packed: Tensor, scales: Tensor, kind: torch.dtype = torch.float8_e4m3fn) -> Tensor:
     """Return the numbers of a matrix, or of each expert's, times the scale of their block of 16."""
     blocks = numbers(packed).unflatten(-1, (-1, 16))
-    return (blocks * scales.view(kind).double().reshape(*blocks.shape[:-1], 1)).flatten(-2)
+    return (blocks * scales.view(kind).float().reshape(*blocks.shape[:-1], 1)).flatten(-2)
 
 
 def quantize(values: Tensor, gscale: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     """Pack activations into four bits, with a scale for each block of 16; their products are `values` x `gscale`."""
-    blocks = (values.double() * gscale.flatten()[0]).unflatten(-1, (-1, 16))
+    blocks = (values.float() * gscale.flatten()[0].float()).unflatten(-1, (-1, 16))
     scales = (blocks.abs().amax(-1) / 7).clamp(2**-6, 448).to(torch.float8_e4m3fn)
-    digits = (blocks / scales.double().unsqueeze(-1)).round().add(8).clamp(0, 15).to(torch.uint8).flatten(-2)
+    digits = (blocks / scales.float().unsqueeze(-1)).round().add(8).clamp(0, 15).to(torch.uint8).flatten(-2)
     return digits[..., ::2] | digits[..., 1::2] << 4, scales
 
 
 def routed(topk_ids: Tensor, topk_weights: Tensor, experts: int) -> Tensor:
     """Return what each expert counts for each token."""
-    everyone = torch.zeros(len(topk_ids), experts, dtype=torch.double, device=topk_ids.device)
-    return everyone.scatter_add(1, topk_ids.long(), topk_weights.double())
+    everyone = torch.zeros(len(topk_ids), experts, dtype=torch.float, device=topk_ids.device)
+    return everyone.scatter_add(1, topk_ids.long(), topk_weights.float())
 
 
 def moe(
@@ -144,6 +144,7 @@ def moe(
     beta: Tensor | None = None,
 ) -> Tensor:
     """Compute what each token's experts make of it; all but the matrices are one number for each expert."""
+    gate, up, out = gate.float(), up.float(), out.float()
     left, right = torch.einsum("tk,erk->ter", inputs, first).chunk(2, -1)
     if limit is not None:
         left, right = left.minimum(limit[:, None]), right.minimum(limit[:, None]).maximum(-limit[:, None])
@@ -179,7 +180,7 @@ def trtllm_routed(*, topk_ids: tuple[Tensor, Tensor], output: Tensor, num_expert
 
 def trtllm_monolithic(*, routing_logits: Tensor, hidden_states: Tensor, **given: Any) -> Any:
     """Stand in for TRTLLM's kernel that finds the experts itself."""
-    result = trtllm(routing_logits.double().softmax(-1), hidden_states=hidden_states, **given).to(torch.bfloat16)
+    result = trtllm(routing_logits.float().softmax(-1), hidden_states=hidden_states, **given).to(torch.bfloat16)
     return (result,)
 
 
@@ -262,7 +263,7 @@ def cutlass(
 ) -> None:
     """Stand in for vLLM's CUTLASS kernels, which quantize the activations themselves, for each expert."""
     result = moe(
-        a.double(),
+        a.float(),
         routed(topk_ids, topk_weights, len(w1_alphas)),
         scaled(w1_fp4, w1_blockscale),
         scaled(w2_fp4, w2_blockscale),
@@ -300,9 +301,9 @@ def marlin(
         return scaled(lines, scales, torch.uint8)
 
     # They have the exponent's bias of the activations' dtype in them.
-    first, second = (scale.double() * 2.0**-119 for scale in (global_scale1, global_scale2))
+    first, second = (scale.float() * 2.0**-119 for scale in (global_scale1, global_scale2))
     result = moe(
-        hidden_states.double(),
+        hidden_states.float(),
         routed(topk_ids, topk_weights, len(first)),
         repacked(w1, w1_scale),
         repacked(w2, w2_scale),
