@@ -91,6 +91,12 @@ def child(side: str, models: list[str], options: dict[str, str]) -> dict[str, An
     return found
 
 
+def share(tokens: list[list[int]], others: list[list[int]]) -> float:
+    """Return how much of what was generated is equal, place by place."""
+    pairs = [pair for one, other in zip(tokens, others, strict=True) for pair in zip(one, other, strict=True)]
+    return sum(one == other for one, other in pairs) / len(pairs)
+
+
 def main(models: list[str], options: list[str]) -> int:
     """Run the engines and compare them."""
     found = {}
@@ -109,6 +115,8 @@ def main(models: list[str], options: list[str]) -> int:
     for side in ("stock", "patched"):
         memory = [[round(value / 2**20, 3) for value in pair] for pair in found[side]["memory"]]
         print(f"{side}: tokens of a cold load in {sum(right[side])} rounds of {ROUNDS}: {right[side]}")
+        shares = [share(tokens, cold[number % 2]) for number, tokens in enumerate(found[side]["tokens"])][1:]
+        print(f"{side}: share of equal tokens by round: {[round(one, 2) for one in shares]}")
         print(f"{side}: MiB allocated and free after each reload: {memory}")
     print(f"patched counters after {ROUNDS} reloads: {patched['counters']}")
     seconds = {side: statistics.median(times) for side, times in patched["seconds"].items()}

@@ -397,6 +397,23 @@ def test_a_first_load_that_is_tried_again_is_stocks(engine: Engine, patched: Non
     assert counters() == {}
 
 
+@pytest.mark.skipif(Version("0.30") > RELEASE, reason="from 0.30.0 on weights may have been processed before")
+@pytest.mark.parametrize(("method", "backend"), [("modelopt", "FLASHINFER_TRTLLM")], indirect=True)
+def test_weights_that_were_processed_before_are_stocks(engine: Engine, patched: None) -> None:
+    """A load of such weights builds a kernel for them as they are, and nothing is written to an earlier one."""
+    from vllm.model_executor.utils import weights_already_processed
+
+    model = engine.load(A)
+    method = engine.quant_method(model)
+    first, owned = method.moe_kernel, engine.owned(model)
+    before = [one.clone() for one in owned]
+    with set_current_vllm_config(engine.host.config), weights_already_processed():
+        method.process_weights_after_loading(experts_of(model)[1])
+    assert method.moe_kernel is not first
+    assert all(map(torch.equal, owned, before))
+    assert counters() == {}
+
+
 @one_kind
 def test_models_of_one_process_are_apart(engine: Engine, patched: None) -> None:
     """A reload of one model leaves the kernel of another, its tensors and where they are, as they were."""
