@@ -14,13 +14,11 @@ takes at most 5 % longer.
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
-import subprocess
-import sys
 import time
 from typing import Any
+
+import sides
 
 ROUNDS = 10
 TIMED = 10
@@ -99,12 +97,8 @@ def share(tokens: list[list[int]], others: list[list[int]]) -> float:
 
 def main(models: list[str], options: list[str]) -> int:
     """Run the engines and compare them."""
-    found = {}
-    for side, order in (("cold", models[::-1]), ("stock", models), ("patched", models)):
-        environ = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", GATE: "1" if side == "patched" else "0"}
-        command = [sys.executable, "-m", "vllm_hotfix", "run", "--", sys.executable, __file__, "--child", side]
-        done = subprocess.run([*command, *order, *options], env=environ, stdout=subprocess.PIPE, text=True, check=True)
-        found[side] = json.loads(done.stdout.splitlines()[-1])
+    order = {"cold": models[::-1], "stock": models, "patched": models}
+    found = {side: sides.run(__file__, GATE, side, [*some, *options]) for side, some in order.items()}
     stock, patched = found["stock"], found["patched"]
     cold = [stock["tokens"][0], found["cold"]["tokens"][0]]
     right = {
@@ -134,16 +128,8 @@ def main(models: list[str], options: list[str]) -> int:
         "reloads leave memory where it was": patched["memory"][1] == patched["memory"][-1],
         "a reload takes at most 5 % longer": ratio <= 1.05,
     }
-    for check, passed in checks.items():
-        print(f"{'ok  ' if passed else 'FAIL'} {check}")
-    return int(not all(checks.values()))
+    return sides.show(checks)
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "--child":
-        out = os.fdopen(os.dup(1), "w")
-        os.dup2(2, 1)
-        pairs = dict(argument.split("=", 1) for argument in sys.argv[5:])
-        out.write(json.dumps(child(sys.argv[2], sys.argv[3:5], pairs)) + "\n")
-    else:
-        sys.exit(main(sys.argv[1:3], sys.argv[3:]))
+    sides.start(child, main, models=2)

@@ -13,17 +13,16 @@ free after the reloads than with stock, none is lost from reload to reload, and 
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import sides
+
 ROUNDS = 10
 
 
-def child(patched: bool, model: str, options: dict[str, str]) -> dict[str, Any]:
+def child(side: str, models: list[str], options: dict[str, str]) -> dict[str, Any]:
     """One engine, from its start to its tenth reload."""
     import torch
     from vllm import LLM
@@ -32,6 +31,7 @@ def child(patched: bool, model: str, options: dict[str, str]) -> dict[str, Any]:
     sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
     from _streaming import digest, locked
 
+    patched, (model,) = side == "patched", models
     begin = locked()
     llm = LLM(
         model=model,
@@ -81,16 +81,11 @@ def child(patched: bool, model: str, options: dict[str, str]) -> dict[str, Any]:
     }
 
 
-def main(model: str, arguments: list[str]) -> int:
+def main(models: list[str], arguments: list[str]) -> int:
     """Run both and compare them."""
     found: dict[str, dict[str, Any]] = {}
     for side in ("stock", "patched"):
-        environ = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_HOTFIX_PINNED_STAGING": "0"}
-        if side == "patched":
-            environ["VLLM_HOTFIX_PINNED_STAGING"] = "1"
-        command = [sys.executable, "-m", "vllm_hotfix", "run", "--", sys.executable, __file__, "--child", side, model]
-        done = subprocess.run([*command, *arguments], env=environ, stdout=subprocess.PIPE, text=True, check=True)
-        found[side] = one = json.loads(done.stdout.splitlines()[-1])
+        found[side] = one = sides.run(__file__, "VLLM_HOTFIX_PINNED_STAGING", side, [*models, *arguments])
         memory = [round(value / 2**20) for value in one["memory"]]
         print(f"{side}: {one['blocks']} KV blocks; free MiB after the start and each reload: {memory}")
         print(f"{side}: parameters that differ after each reload: {one['differ']}; VmLck, VmPin {one['locked']}")
@@ -105,16 +100,8 @@ def main(model: str, arguments: list[str]) -> int:
         "nothing stays locked": patched["locked"][0] == patched["locked"][1],
         "loads were pinned": patched["counters"]["loads"] == ROUNDS + 1 and not patched["counters"]["host_bytes"],
     }
-    for check, passed in checks.items():
-        print(f"{'ok  ' if passed else 'FAIL'} {check}")
-    return int(not all(checks.values()))
+    return sides.show(checks)
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "--child":
-        out = os.fdopen(os.dup(1), "w")
-        os.dup2(2, 1)
-        pairs = dict(argument.split("=", 1) for argument in sys.argv[4:])
-        out.write(json.dumps(child(sys.argv[2] == "patched", sys.argv[3], pairs)) + "\n")
-    else:
-        sys.exit(main(sys.argv[1], sys.argv[2:]))
+    sides.start(child, main, models=1)

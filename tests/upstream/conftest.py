@@ -22,6 +22,7 @@ else:
     sys.path.insert(0, str(Path(__file__).parent))
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     import layers
+    import patching
 
 
 def pytest_report_header() -> str:
@@ -56,8 +57,8 @@ def zeroed() -> Iterator[None]:
 
 
 @pytest.fixture(params=["stock", "patched"])
-def trigger(request: pytest.FixtureRequest) -> str:
-    """Run a test with vLLM as it is and with measured_totals applied."""
+def side(request: pytest.FixtureRequest) -> str:
+    """Run a test with vLLM as it is and with a patch applied."""
     if request.param == "patched":
         request.getfixturevalue("patched")
     return request.param
@@ -65,13 +66,8 @@ def trigger(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def patched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Apply measured_totals for one test and undo it afterwards."""
-    monkeypatch.setenv("VLLM_HOTFIX_MEASURED_TOTALS", "1")
-    monkeypatch.setenv("VLLM_HOTFIX_STATE_DIR", str(tmp_path / "state"))
-    import vllm_hotfix
-
-    vllm_hotfix.activate()
-    state = next(patch for patch in vllm_hotfix.patches() if patch["name"] == "measured_totals")
-    assert state["state"] == "active", state["reason"]
-    yield
-    vllm_hotfix.deactivate()
+    """Apply measured_totals for one test and undo it afterwards; tests of other patches have a fixture of their own."""
+    with patching.switched_on(monkeypatch, tmp_path, "measured_totals"):
+        state, reason = patching.state_of("measured_totals")
+        assert state == "active", reason
+        yield

@@ -22,16 +22,16 @@ import torch
 from graphs import Graph, discard
 from layers import DEVICE, Host, Piece, Probe, accepted, experts_of, put_moe
 from packaging.version import Version
+from patching import counters, state_of, switched_on
 from torch import Tensor, nn
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.v1.worker import workspace
 
 import vllm_hotfix
 from vllm_hotfix._patches import keep_moe_kernel
-from vllm_hotfix._record import RECORD
 
 RELEASE = Version(os.environ["HOTFIX_RELEASE"])
-GATE = "VLLM_HOTFIX_KEEP_MOE_KERNEL"
+NAME = "keep_moe_kernel"
 EXPERTS, HIDDEN, BETWEEN, TOKENS = 4, 256, 64, 5
 #: Two checkpoints, by the seed of their numbers.
 A, B = 1, 2
@@ -224,49 +224,24 @@ def method(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@contextlib.contextmanager
-def switched_on(monkeypatch: pytest.MonkeyPatch, folder: Path, gate: str) -> Iterator[None]:
-    """Apply a patch and undo it afterwards; counters begin at nothing."""
-    monkeypatch.setenv(gate, "1")
-    monkeypatch.setenv("VLLM_HOTFIX_STATE_DIR", str(folder))
-    monkeypatch.setattr(RECORD, "counters", {})
-    monkeypatch.setattr(RECORD, "_warned", set())
-    vllm_hotfix.activate()
-    try:
-        yield
-    finally:
-        vllm_hotfix.deactivate()
-
-
 @pytest.fixture
 def stock(backend: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Stock, with the one patch without which it raises in 0.20.0 to 0.26.0 before it gets to the fault at hand."""
     if Version("0.27") <= RELEASE or not backend.startswith("FLASHINFER"):
         yield
         return
-    with switched_on(monkeypatch, tmp_path / "state", "VLLM_HOTFIX_WRITABLE_SCALES"):
+    with switched_on(monkeypatch, tmp_path, "writable_scales"):
         yield
 
 
 @pytest.fixture
 def patched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Apply the patch for one test."""
-    with switched_on(monkeypatch, tmp_path / "state", GATE):
+    with switched_on(monkeypatch, tmp_path, NAME):
         functions()  # imports their modules, which no model has asked for yet
-        state, reason = RECORD.entries["keep_moe_kernel"].live()
+        state, reason = state_of(NAME)
         assert state == "active", reason
         yield
-
-
-def state_of_patch() -> tuple[str, str]:
-    """Return the patch's state in this process, and the reason."""
-    (one,) = (one for one in vllm_hotfix.patches() if one["name"] == "keep_moe_kernel")
-    return one["state"], one["reason"]
-
-
-def counters() -> dict[str, int]:
-    """Return the patch's counters."""
-    return RECORD.counters.get("keep_moe_kernel", {})
 
 
 @pytest.fixture(params=["stock", "patched"])
@@ -322,7 +297,7 @@ def test_a_replay_after_a_reload_is_a_cold_load(engine: Engine, side: str) -> No
         assert [one.data_ptr() for one in read] == addresses
         assert [one.data_ptr() for one in engine.read(engine.capture(model))] == addresses
         refreshed = {"tensors_refreshed": 2 * len(plain)} if plain else {}
-        assert counters() == {"kernels_kept": 2} | refreshed
+        assert counters(NAME) == {"kernels_kept": 2} | refreshed
 
 
 @pytest.mark.parametrize("method", ["modelopt"], indirect=True)
@@ -394,7 +369,7 @@ def test_a_first_load_that_is_tried_again_is_stocks(engine: Engine, patched: Non
     assert method.moe_kernel is not first
     assert all(map(torch.equal, owned, before))
     assert torch.equal(engine.apply(model), engine.apply(engine.load(B)))
-    assert counters() == {}
+    assert counters(NAME) == {}
 
 
 @pytest.mark.skipif(Version("0.30") > RELEASE, reason="from 0.30.0 on weights may have been processed before")
@@ -411,7 +386,7 @@ def test_weights_that_were_processed_before_are_stocks(engine: Engine, patched: 
         method.process_weights_after_loading(experts_of(model)[1])
     assert method.moe_kernel is not first
     assert all(map(torch.equal, owned, before))
-    assert counters() == {}
+    assert counters(NAME) == {}
 
 
 @one_kind
@@ -430,7 +405,7 @@ def test_models_of_one_process_are_apart(engine: Engine, patched: None) -> None:
     )
     assert torch.equal(graph.replay(), old)
     assert torch.equal(engine.apply(other), old)
-    assert counters()["kernels_kept"] == 1
+    assert counters(NAME)["kernels_kept"] == 1
 
 
 # A new kernel that is not the first one with other values
@@ -450,7 +425,7 @@ def errors() -> Iterator[list[str]]:
 
 def check_stale(errors: list[str], words: str) -> None:
     """Check that the patch says once, and in its state, why captured graphs are stale."""
-    state, reason = state_of_patch()
+    state, reason = state_of(NAME)
     assert state == "stale-graphs"
     assert words in reason
     (line,) = errors
@@ -475,7 +450,7 @@ def test_experts_of_another_class(
     assert type(method.moe_kernel.fused_experts) is method.experts_cls
     assert all(map(torch.equal, owned, before))
     assert torch.equal(engine.apply(model), engine.apply(engine.load(B)))
-    assert counters() == {"kernels_replaced": 1}
+    assert counters(NAME) == {"kernels_replaced": 1}
     check_stale(errors, "Other")
     monkeypatch.setenv("VLLM_HOTFIX_STRICT", "1")
     with pytest.raises(vllm_hotfix.HotfixError, match=r"keep_moe_kernel: .* is of class Other"):
@@ -500,7 +475,7 @@ def test_another_number_of_experts(
     assert len(method.moe_quant_config.a1_gscale) == EXPERTS + 2
     assert experts_of(model)[1].w13_weight.shape[0] == EXPERTS + 2
     assert all(map(torch.equal, read, before))
-    assert counters() == {"kernels_replaced": 1}
+    assert counters(NAME) == {"kernels_replaced": 1}
     check_stale(errors, "w13_weight")
     monkeypatch.setenv("VLLM_HOTFIX_STRICT", "1")
     with pytest.raises(vllm_hotfix.HotfixError, match="keep_moe_kernel"):
@@ -539,7 +514,7 @@ def test_a_tensor_of_another_form_is_rebound(
     assert torch.equal(gscale, before)
     assert [one.data_ptr() for one in engine.owned(model) if one is not now] == places
     assert torch.equal(engine.apply(model), engine.apply(engine.load(B)))
-    assert counters() == {"kernels_kept": 1, "tensors_refreshed": len(others), "tensors_rebound": 1}
+    assert counters(NAME) == {"kernels_kept": 1, "tensors_refreshed": len(others), "tensors_rebound": 1}
     check_stale(errors, "_a1.alpha_or_gscale")
 
 

@@ -18,13 +18,12 @@ import pytest
 import torch
 from layers import DEVICE, Host, Piece, Probe, Unwritten, accepted
 from packaging.version import Version
+from patching import counters, state_of, switched_on
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.fused_moe import layer as fused_moe
 from vllm.v1.worker.workspace import init_workspace_manager, reset_workspace_manager
 
-import vllm_hotfix
-from vllm_hotfix._record import RECORD
-
+NAME = "keep_moe_kernel"
 RELEASE = Version(os.environ["HOTFIX_RELEASE"])
 EXPERTS, TOKENS, TOP_K = 4, 4, 2
 #: Hidden and inner size where not any will do; none is the other's double, so that no stride is another one's.
@@ -275,28 +274,11 @@ def engine(request: pytest.FixtureRequest, host: Host, monkeypatch: pytest.Monke
 
 @pytest.fixture
 def patched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Apply the patch for one test and undo it afterwards; counters begin at nothing."""
-    monkeypatch.setenv("VLLM_HOTFIX_KEEP_MOE_KERNEL", "1")
-    monkeypatch.setenv("VLLM_HOTFIX_STATE_DIR", str(tmp_path / "state"))
-    monkeypatch.setattr(RECORD, "counters", {})
-    vllm_hotfix.activate()
-    assert state_of_patch()[0] == "active", state_of_patch()[1]
-    yield
-    vllm_hotfix.deactivate()
-
-
-@pytest.fixture(params=["stock", "patched"])
-def side(request: pytest.FixtureRequest) -> str:
-    """Run a test with vLLM as it is and with the patch applied."""
-    if request.param == "patched":
-        request.getfixturevalue("patched")
-    return request.param
-
-
-def state_of_patch() -> tuple[str, str]:
-    """Return the patch's state in this process, and the reason."""
-    (one,) = (one for one in vllm_hotfix.patches() if one["name"] == "keep_moe_kernel")
-    return one["state"], one["reason"]
+    """Apply the patch for one test and undo it afterwards."""
+    with switched_on(monkeypatch, tmp_path, NAME):
+        state, reason = state_of(NAME)
+        assert state == "active", reason
+        yield
 
 
 def named(case: Any) -> str:
@@ -327,7 +309,7 @@ def test_a_captured_graph_after_a_reload(engine: Engine, side: str) -> None:
         assert (addresses(loaded.capture()) == before) == (side == "patched")
         if side == "patched":
             counted = {"kernels_kept": number, "tensors_refreshed": number * engine.owned}
-            assert RECORD.counters.get("keep_moe_kernel") == {name: one for name, one in counted.items() if one}
+            assert counters(NAME) == {name: one for name, one in counted.items() if one}
 
 
 @pytest.mark.parametrize("engine", [(compressed_per_tensor, "TRITON")], ids=named, indirect=True)

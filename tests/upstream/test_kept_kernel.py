@@ -7,19 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from patching import counters, state_of
 from torch import Tensor, nn
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo
 
-import vllm_hotfix
 from vllm_hotfix._patches import keep_moe_kernel
-from vllm_hotfix._record import RECORD
+from vllm_hotfix._record import RECORD, Entry
+
+NAME = "keep_moe_kernel"
 
 
 class Kernel(SimpleNamespace):
@@ -90,26 +91,20 @@ def is_full(tensor: Tensor, number: float = 2) -> bool:
 
 
 @pytest.fixture(autouse=True)
-def active(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Have the patch on, with counters that begin at nothing."""
-    monkeypatch.setenv("VLLM_HOTFIX_KEEP_MOE_KERNEL", "1")
-    monkeypatch.setenv("VLLM_HOTFIX_STATE_DIR", str(tmp_path))
+def active(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Have the patch on, as far as these tests see."""
+    monkeypatch.setattr(RECORD, "entries", {NAME: Entry("active")})
     monkeypatch.setattr(RECORD, "counters", {})
     monkeypatch.setattr(RECORD, "_warned", set())
-    vllm_hotfix.activate()
+    monkeypatch.setattr(RECORD, "save", lambda: None)
     yield
-    vllm_hotfix.deactivate()
-
-
-def counters() -> dict[str, int]:
-    """Return the patch's counters."""
-    return RECORD.counters.get("keep_moe_kernel", {})
+    keep_moe_kernel.undo()
 
 
 def reason() -> str:
     """Return why graphs are stale."""
-    (one,) = (one for one in vllm_hotfix.patches() if one["name"] == "keep_moe_kernel")
-    return one["reason"] if one["state"] == "stale-graphs" else ""
+    state, why = state_of(NAME)
+    return why if state == "stale-graphs" else ""
 
 
 HOLDERS: dict[str, Callable[[Tensor], Any]] = {
@@ -140,7 +135,7 @@ def test_tensors_are_found_wherever_they_are(holder: Callable[[Tensor], Any]) ->
     assert kernel.holder is inside
     assert first_tensor(inside) is tensor
     assert is_full(tensor)
-    assert counters() == {"kernels_kept": 1, "tensors_refreshed": 1}
+    assert counters(NAME) == {"kernels_kept": 1, "tensors_refreshed": 1}
     assert case.reload(3) is kernel
     assert is_full(tensor, 3)
 
@@ -158,13 +153,13 @@ def test_another_form_is_rebound_wherever_it_is(holder: Callable[[Tensor], Any],
     if isinstance(inside, tuple):
         assert now is not kernel
         assert is_full(other, 1), "nothing is written to a kernel that is not kept"
-        assert counters() == {"kernels_replaced": 1}
+        assert counters(NAME) == {"kernels_replaced": 1}
         return
     assert now is kernel
     assert kernel.holder is inside
     assert first_tensor(inside).shape == (5,)
     assert is_full(other)
-    assert counters() == {"kernels_kept": 1, "tensors_refreshed": 1, "tensors_rebound": 1}
+    assert counters(NAME) == {"kernels_kept": 1, "tensors_refreshed": 1, "tensors_rebound": 1}
     (warning, error) = logged
     assert "moe_kernel.holder" in warning
     assert "moe_kernel.holder" in error
@@ -180,7 +175,7 @@ def test_memory_of_a_parameter_is_left_to_vllm() -> None:
     assert kernel.view is view
     assert is_full(weight)
     assert is_full(view)
-    assert counters()["tensors_refreshed"] == 1
+    assert counters(NAME)["tensors_refreshed"] == 1
 
 
 def test_what_was_a_parameter_and_is_none_now_is_rebound() -> None:
@@ -213,7 +208,7 @@ def test_aliases_are_copied_once_and_stay_aliases() -> None:
     kernel = case.method.moe_kernel
     assert case.reload().c_strides2 is kernel.ab_strides1
     assert is_full(kernel.view)
-    assert counters() == {"kernels_kept": 1, "tensors_refreshed": 1}
+    assert counters(NAME) == {"kernels_kept": 1, "tensors_refreshed": 1}
 
 
 def test_what_is_no_alias_any_more_is_rebound() -> None:
@@ -294,7 +289,7 @@ def test_another_kernel_is_used_as_stock_would(build: Callable[[Any], Any], word
     assert is_full(kernel.own, 1)
     assert is_full(now.own, 2)
     assert words in reason()
-    assert counters() == {"kernels_replaced": 1}
+    assert counters(NAME) == {"kernels_replaced": 1}
     (line,) = logged
     assert words in line
     assert case.reload(2) is now
@@ -338,7 +333,7 @@ def test_parts_of_the_engine_are_not_walked() -> None:
     assert is_full(kernel.own)
     for one in (kernel.module.weight, kernel.module.plain, kernel.group.a, kernel.config.a):
         assert is_full(one, 1)
-    assert counters()["tensors_refreshed"] == 1
+    assert counters(NAME)["tensors_refreshed"] == 1
 
 
 def test_objects_that_hold_each_other() -> None:
@@ -381,7 +376,7 @@ def test_a_build_that_fails_leaves_the_first_kernel() -> None:
         case.reload(build=fail)
     assert case.method.moe_kernel is kernel
     assert case.method.moe_quant_config is config
-    assert counters() == {}
+    assert counters(NAME) == {}
     case.layer._parameters.update(first)
     assert case.reload(3) is kernel
     assert is_full(kernel.own, 3)
@@ -406,7 +401,7 @@ def test_a_kernel_that_stock_keeps_is_no_matter() -> None:
     kernel = case.method.moe_kernel
     assert case.reload(build=lambda layer: kernel) is kernel
     assert is_full(kernel.own, 1)
-    assert counters() == {}
+    assert counters(NAME) == {}
 
 
 def test_outside_a_reload_it_is_stocks() -> None:
@@ -420,7 +415,7 @@ def test_outside_a_reload_it_is_stocks() -> None:
         keep_moe_kernel.keep(wrapped, case.method, (), {"layer": case.layer})
         assert case.method.moe_kernel is new
         assert (case.layer in layerwise.LAYERWISE_INFO) == known
-    assert counters() == {}
+    assert counters(NAME) == {}
 
 
 @pytest.fixture

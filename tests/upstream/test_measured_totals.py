@@ -100,16 +100,16 @@ PAIR_STREAM = [*pieces("layer.weight", [1, 2]), *pieces("layer.extra", [1, 2]), 
 # The fault
 
 
-def test_scales_loaded_twice_per_expert(host: Host, trigger: str) -> None:
+def test_scales_loaded_twice_per_expert(host: Host, side: str) -> None:
     """Stock processes the layer two loads early and never sees the last scale; measured, all of it counts."""
     model = host.load(ONE, experts_stream(*FIRST))
     assert model.layer.derived.tolist() == [3, 7]
     host.reload(model, experts_stream(*SECOND))
-    assert model.layer.derived.tolist() == ([222, 0] if trigger == "stock" else [222, 242])
+    assert model.layer.derived.tolist() == ([222, 0] if side == "stock" else [222, 242])
 
 
 @pytest.mark.parametrize("quant_config", ["ModelOptNvFp4Config", "ModelOptFp8Config"])
-def test_real_experts(host: Host, trigger: str, quant_config: str) -> None:
+def test_real_experts(host: Host, side: str, quant_config: str) -> None:
     """A real MoE layer's `w13_input_scale`, streamed last, is complete with the measure on every release.
 
     Stock is through after half of its calls where both of an expert's two calls fill all that the expert has: the
@@ -132,7 +132,7 @@ def test_real_experts(host: Host, trigger: str, quant_config: str) -> None:
     # What the NVFP4 kernel gets is the inverse of the largest.
     assert experts_of(model)[1].w13_input_scale.item() == (4 if nvfp4 else 0.25)
     host.reload(model, checkpoint(2, new))
-    wrong = trigger == "stock" and not (nvfp4 and VERSION >= Version("0.23"))
+    wrong = side == "stock" and not (nvfp4 and VERSION >= Version("0.23"))
     whole, half = (2, 4) if nvfp4 else (0.5, 0.25)
     assert experts_of(model)[1].w13_input_scale.item() == (half if wrong else whole)
     fresh = host.load(build, checkpoint(2, new))
@@ -142,7 +142,7 @@ def test_real_experts(host: Host, trigger: str, quant_config: str) -> None:
 # Never earlier than stock
 
 
-def test_a_parameter_that_the_first_load_lacked(host: Host, trigger: str) -> None:
+def test_a_parameter_that_the_first_load_lacked(host: Host, side: str) -> None:
     """A reload that brings a parameter the first checkpoint did not have waits for it, as stock does."""
     build = with_layers(layer=lambda: Layer({"weight": (2,), "extra": (2,)}), other=plain)
     other = pieces("other.weight", [1, 1])
@@ -151,7 +151,7 @@ def test_a_parameter_that_the_first_load_lacked(host: Host, trigger: str) -> Non
     assert model.layer.derived.tolist() == [3, 4, 5, 6]
 
 
-def test_padding_that_is_never_loaded(host: Host, trigger: str) -> None:
+def test_padding_that_is_never_loaded(host: Host, side: str) -> None:
     """A layer whose padding no checkpoint has is processed at the end, with all that it was given."""
     build = with_layers(layer=lambda: Layer({"weight": (4,)}, {"weight": load_slice}), other=plain)
     first = [Piece("layer.weight", torch.tensor([1.0, 2.0]), (0,)), *pieces("other.weight", [1, 1])]
@@ -161,7 +161,7 @@ def test_padding_that_is_never_loaded(host: Host, trigger: str) -> None:
     assert model.layer.derived.tolist() == [3, 4, 0, 0]
 
 
-def test_a_reload_that_fills_what_was_padding(host: Host, trigger: str) -> None:
+def test_a_reload_that_fills_what_was_padding(host: Host, side: str) -> None:
     """A reload with more of a parameter than the first load had is waited for, as stock does."""
     build = with_layers(layer=lambda: Layer({"weight": (4,)}, {"weight": load_slice}), other=plain)
     other = pieces("other.weight", [1, 1])
@@ -179,24 +179,24 @@ def fused(rows: list[list[float]], scales: list[float]) -> list[Piece]:
     return [Piece("layer.weight", torch.tensor(rows), (ALL,)), Piece("layer.scale", torch.tensor(scales), (ALL,))]
 
 
-def test_fused_after_per_expert(host: Host, trigger: str) -> None:
+def test_fused_after_per_expert(host: Host, side: str) -> None:
     """A reload with fewer calls than were measured is complete at finalize, which must not lose the layer."""
     model = host.load(ONE, experts_stream(*FIRST))
     before = model.layer.quant_method.calls
     host.begin(model)
     model.load_weights(fused([[50.0, 61.0], [60.0, 61.0]], [2.0, 2.0]))
-    assert model.layer.quant_method.calls == before + (trigger == "stock")
+    assert model.layer.quant_method.calls == before + (side == "stock")
     host.finish(model)
     assert model.layer.quant_method.calls == before + 1
     assert model.layer.derived.tolist() == [222, 242]
 
 
-def test_per_expert_after_fused(host: Host, trigger: str) -> None:
+def test_per_expert_after_fused(host: Host, side: str) -> None:
     """A reload with more calls than were measured is complete: a ready layer still takes its own loads."""
     model = host.load(ONE, fused([[1.0, 2.0], [3.0, 4.0]], [1.0, 1.0]))
     assert model.layer.derived.tolist() == [3, 7]
     host.reload(model, experts_stream(*SECOND))
-    assert model.layer.derived.tolist() == ([222, 0] if trigger == "stock" else [222, 242])
+    assert model.layer.derived.tolist() == ([222, 0] if side == "stock" else [222, 242])
 
 
 # Pending layers
@@ -205,7 +205,7 @@ def test_per_expert_after_fused(host: Host, trigger: str) -> None:
 TWO = with_layers(layer=two_experts, other=plain)
 
 
-def test_a_ready_layer_waits_for_another_layers_load(host: Host, trigger: str) -> None:
+def test_a_ready_layer_waits_for_another_layers_load(host: Host, side: str) -> None:
     """A complete layer is processed by the first load of another layer, before that layer's own turn."""
     model = host.load(TWO, [*experts_stream(*FIRST), *pieces("other.weight", [1, 2])])
     method = model.layer.quant_method
@@ -221,10 +221,10 @@ def test_a_ready_layer_waits_for_another_layers_load(host: Host, trigger: str) -
         seen.append(method.calls - calls)
 
     model.load_weights(watched())
-    assert seen == ([0, 0, 0, 1, 1, 1, 1] if trigger == "stock" else [0, 0, 0, 0, 0, 0, 1])
+    assert seen == ([0, 0, 0, 1, 1, 1, 1] if side == "stock" else [0, 0, 0, 0, 0, 0, 1])
     host.finish(model)
     assert method.calls == calls + 1
-    assert model.layer.derived.tolist() == ([222, 0] if trigger == "stock" else [222, 242])
+    assert model.layer.derived.tolist() == ([222, 0] if side == "stock" else [222, 242])
     assert model.other.derived.tolist() == [10, 12]
 
 
@@ -242,11 +242,11 @@ def test_finalize_processes_the_last_pending_layer(host: Host, patched: None) ->
     assert derived.tolist() == [222, 242]
 
 
-def test_a_pending_layer_takes_its_own_loads(host: Host, trigger: str) -> None:
+def test_a_pending_layer_takes_its_own_loads(host: Host, side: str) -> None:
     """A value that arrives once more for a ready layer counts; stock drops it as excessive loading."""
     model = host.load(with_layers(layer=plain, other=plain), [Piece(f"{n}.weight", torch.ones(2)) for n in NAMES])
     host.reload(model, [*pieces("layer.weight", [1, 2], [3, 4]), *pieces("other.weight", [5, 6])])
-    assert model.layer.derived.tolist() == ([2, 4] if trigger == "stock" else [6, 8])
+    assert model.layer.derived.tolist() == ([2, 4] if side == "stock" else [6, 8])
     assert model.other.derived.tolist() == [10, 12]
 
 
@@ -263,7 +263,7 @@ def broken(stream: Stream) -> Iterator[Piece]:
     raise Interrupted
 
 
-def test_a_stream_that_broke_off(host: Host, trigger: str) -> None:
+def test_a_stream_that_broke_off(host: Host, side: str) -> None:
     """A reload after one that raised starts clean; stock counts the first attempt's tensors into it."""
     model = host.load(PAIR, PAIR_STREAM)
     host.begin(model)
@@ -271,11 +271,11 @@ def test_a_stream_that_broke_off(host: Host, trigger: str) -> None:
         model.load_weights(broken(pieces("layer.weight", [9, 9])))
     retry = [*pieces("layer.weight", [3, 4]), *pieces("layer.extra", [5, 6]), *pieces("other.weight", [7, 8])]
     host.reload(model, retry)
-    assert model.layer.derived.tolist() == ([3, 4, 0, 0] if trigger == "stock" else [3, 4, 5, 6])
+    assert model.layer.derived.tolist() == ([3, 4, 0, 0] if side == "stock" else [3, 4, 5, 6])
     assert model.other.derived.tolist() == [14, 16]
 
 
-def test_a_stream_that_broke_off_with_a_layer_pending(host: Host, trigger: str) -> None:
+def test_a_stream_that_broke_off_with_a_layer_pending(host: Host, side: str) -> None:
     """A layer that was ready when a reload raised is loaded anew by the next, in the storage it always had."""
     model = host.load(PAIR, PAIR_STREAM)
     kept = {name: tensor.data_ptr() for name, tensor in model.named_parameters()}
@@ -290,7 +290,7 @@ def test_a_stream_that_broke_off_with_a_layer_pending(host: Host, trigger: str) 
 
 
 @pytest.mark.parametrize("last", [False, True])
-def test_processing_that_raised(host: Host, trigger: str, last: bool) -> None:
+def test_processing_that_raised(host: Host, side: str, last: bool) -> None:
     """A reload after one whose processing raised is right; stock leaves the layer without its derived tensor.
 
     With the measure the layer is processed when another one's load arrives, or at finalize if it comes last.
@@ -307,7 +307,7 @@ def test_processing_that_raised(host: Host, trigger: str, last: bool) -> None:
     retry = [*pieces("layer.weight", [3, 4]), *pieces("layer.extra", [5, 6]), *pieces("other.weight", [7, 8])]
     host.reload(model, retry)
     assert model.other.derived.tolist() == [14, 16]
-    if trigger == "stock":
+    if side == "stock":
         assert not hasattr(model.layer, "derived")
     else:
         assert model.layer.derived.tolist() == [3, 4, 5, 6]
@@ -353,7 +353,7 @@ def load_local_row(param: torch.Tensor, loaded: torch.Tensor, expert: int, shard
 
 
 @pytest.mark.parametrize("filtered", [True, False])
-def test_experts_of_other_ranks(host: Host, trigger: str, filtered: bool) -> None:
+def test_experts_of_other_ranks(host: Host, side: str, filtered: bool) -> None:
     """A refused tensor is not one that has come, whether the first load had the other ranks' experts or not."""
 
     def make() -> Layer:
@@ -369,11 +369,11 @@ def test_experts_of_other_ranks(host: Host, trigger: str, filtered: bool) -> Non
     model = host.load(with_layers(layer=make, other=plain), [*first, *pieces("other.weight", [1, 2])])
     second = stream(*SECOND)
     host.reload(model, [*second[:-2], *pieces("other.weight", [5, 6]), *second[-2:]])
-    assert model.layer.derived.tolist() == [222, 0 if trigger == "stock" else 242]
+    assert model.layer.derived.tolist() == [222, 0 if side == "stock" else 242]
     assert model.other.derived.tolist() == [10, 12]
 
 
-def test_a_rank_without_experts(host: Host, trigger: str) -> None:
+def test_a_rank_without_experts(host: Host, side: str) -> None:
     """A layer of no elements, every tensor of which is refused, is complete at once and does no harm."""
 
     def refuse(param: torch.Tensor, loaded: torch.Tensor, expert: int, shard: str = "") -> bool:
@@ -390,7 +390,7 @@ def test_a_rank_without_experts(host: Host, trigger: str) -> None:
     model = host.load(with_layers(layer=make, other=two_experts), stream(*FIRST))
     host.reload(model, stream(*SECOND))
     assert model.layer.derived.tolist() == []
-    assert model.other.derived.tolist() == [222, 0 if trigger == "stock" else 242]
+    assert model.other.derived.tolist() == [222, 0 if side == "stock" else 242]
 
 
 def test_an_error_in_the_measure_leaves_stock(host: Host, patched: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -427,7 +427,7 @@ def test_tensors_with_the_default_loader_are_left_alone(host: Host, patched: Non
     assert seen["layer"] == load_row
 
 
-def test_a_layer_that_a_reload_leaves_out(host: Host, trigger: str) -> None:
+def test_a_layer_that_a_reload_leaves_out(host: Host, side: str) -> None:
     """A layer for which nothing comes keeps what it has, in the same storage."""
     model = host.load(TWO, [*experts_stream(*FIRST), *pieces("other.weight", [1, 2])])
     derived = model.layer.derived
@@ -440,14 +440,14 @@ def test_a_layer_that_a_reload_leaves_out(host: Host, trigger: str) -> None:
 # More than one of everything
 
 
-def test_ten_reloads(host: Host, trigger: str) -> None:
+def test_ten_reloads(host: Host, side: str) -> None:
     """Every reload is judged by the same measure and ends in the storage that the first load made."""
     model = host.load(ONE, experts_stream(*FIRST))
     storage = model.layer.derived.data_ptr()
     for turn in range(1, 11):
         host.reload(model, experts_stream([[turn, 1], [turn, 2]], [10, 10]))
         right = [10 * (turn + 1), 10 * (turn + 2)]
-        assert model.layer.derived.tolist() == ([right[0], 0] if trigger == "stock" else right)
+        assert model.layer.derived.tolist() == ([right[0], 0] if side == "stock" else right)
         assert model.layer.derived.data_ptr() == storage
 
 
@@ -481,7 +481,7 @@ def test_a_reload_of_one_model_leaves_anothers_alone(host: Host, patched: None) 
     assert second.layer.derived.tolist() == [2, 4]
 
 
-def test_tied_parameters(host: Host, trigger: str) -> None:
+def test_tied_parameters(host: Host, side: str) -> None:
     """A parameter that two layers share stays shared and has the reloaded value in both."""
 
     def build(model: Probe, config: VllmConfig) -> None:
@@ -500,7 +500,7 @@ def scales(key: float, value: float) -> list[Piece]:
     return [*pieces("attention.k_scale", key), *pieces("attention.v_scale", value)]
 
 
-def test_attention_waits_for_finalize(host: Host, trigger: str) -> None:
+def test_attention_waits_for_finalize(host: Host, side: str) -> None:
     """A real attention layer's scales are taken at finalize as in stock; their load ends the wait of the others."""
 
     def build(model: Probe, config: VllmConfig) -> None:
@@ -515,10 +515,10 @@ def test_attention_waits_for_finalize(host: Host, trigger: str) -> None:
     assert model.layer.quant_method.calls == calls + 1
     host.finish(model)
     assert (model.attention._k_scale.item(), model.attention._v_scale.item()) == (0.125, 0.75)
-    assert model.layer.derived.tolist() == ([222, 0] if trigger == "stock" else [222, 242])
+    assert model.layer.derived.tolist() == ([222, 0] if side == "stock" else [222, 242])
 
 
-def test_attention_after_a_stream_that_broke_off(host: Host, trigger: str) -> None:
+def test_attention_after_a_stream_that_broke_off(host: Host, side: str) -> None:
     """An attention layer that a broken reload had begun to fill gets the next one's scales."""
     model = host.load(add_attention, scales(0.5, 0.25))
     host.begin(model)
@@ -528,7 +528,7 @@ def test_attention_after_a_stream_that_broke_off(host: Host, trigger: str) -> No
     assert (model.attention._k_scale.item(), model.attention._v_scale.item()) == (0.125, 0.75)
 
 
-def test_a_bias(host: Host, trigger: str) -> None:
+def test_a_bias(host: Host, side: str) -> None:
     """A layer's `bias`, which vLLM does not move to the meta device from 0.31 on, is counted and reloaded too."""
 
     def make() -> Layer:
@@ -541,7 +541,7 @@ def test_a_bias(host: Host, trigger: str) -> None:
     model = host.load(build, [*pieces("layer.bias", [1, 2]), *experts_stream(*FIRST), *other])
     host.reload(model, [*pieces("layer.bias", [3, 4]), *experts_stream(*SECOND), *other])
     assert model.layer.bias.tolist() == [3, 4]
-    assert model.layer.derived.tolist() == ([222, 0] if trigger == "stock" else [222, 242])
+    assert model.layer.derived.tolist() == ([222, 0] if side == "stock" else [222, 242])
 
 
 class OnlineLayer(nn.Module):
@@ -556,7 +556,7 @@ class OnlineLayer(nn.Module):
         self.bias = nn.Parameter(torch.zeros(2), requires_grad=False)
 
 
-def test_online_quantization(host: Host, trigger: str) -> None:
+def test_online_quantization(host: Host, side: str) -> None:
     """A layer that is quantized while it loads, its late `bias` too, loads and reloads as in stock."""
     build = with_layers(layer=OnlineLayer, other=two_experts)
 
@@ -571,10 +571,10 @@ def test_online_quantization(host: Host, trigger: str) -> None:
     for weight, bias in (([5, 6], [7, 8]), ([9, 10], [11, 12])):
         host.reload(model, stream(weight, bias, SECOND))
         assert (model.layer.derived.tolist(), model.layer.bias.tolist()) == ([2 * w for w in weight], bias)
-        assert model.other.derived.tolist() == ([222, 0] if trigger == "stock" else [222, 242])
+        assert model.other.derived.tolist() == ([222, 0] if side == "stock" else [222, 242])
 
 
-def test_a_freed_model_is_gone(host: Host, trigger: str) -> None:
+def test_a_freed_model_is_gone(host: Host, side: str) -> None:
     """The measure does not keep a model or its layers alive."""
     model = host.load(ONE, experts_stream(*FIRST))
     references = [weakref.ref(model), weakref.ref(model.layer), weakref.ref(model.layer.scale)]
@@ -610,7 +610,7 @@ KEEPER = [
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_loaders_are_as_before(host: Host, trigger: str, fails: bool) -> None:
+def test_loaders_are_as_before(host: Host, side: str, fails: bool) -> None:
     """After a first load, also one that raised, every tensor has the loader it had, or none."""
     built: list[Any] = []
 
@@ -631,7 +631,7 @@ def test_loaders_are_as_before(host: Host, trigger: str, fails: bool) -> None:
         assert all(tensor.__dict__[key] is value for key, value in before.items())
 
 
-def test_a_first_load_that_raised_leaves_stock(host: Host, trigger: str) -> None:
+def test_a_first_load_that_raised_leaves_stock(host: Host, side: str) -> None:
     """Half a measure is none: a model whose first load raised is reloaded by the stock trigger."""
     models: list[Any] = []
 
@@ -664,7 +664,7 @@ class OwnLoadModel(StreamLoader):
 
 
 @pytest.mark.parametrize("loader", [dummy, OwnLoadModel])
-def test_a_load_that_measures_nothing_leaves_stock(host: Host, trigger: str, loader: Any) -> None:
+def test_a_load_that_measures_nothing_leaves_stock(host: Host, side: str, loader: Any) -> None:
     """After a dummy load, or one that does not pass through the base class, the stock trigger is in force."""
     model = host.load(ONE, experts_stream(*FIRST), loader)
     host.reload(model, experts_stream(*SECOND))
@@ -707,7 +707,7 @@ def random_model(rng: random.Random) -> tuple[Build, Callable[[random.Random], l
     return with_layers(**{layer: (lambda plan=plan: make(plan)) for layer, plan in plans}), stream
 
 
-def test_a_reload_equals_a_fresh_load(host: Host, trigger: str) -> None:
+def test_a_reload_equals_a_fresh_load(host: Host, side: str) -> None:
     """Whatever the shapes and the order, a reload ends bit for bit as a fresh load; stock does not always."""
     wrong = []
     for seed in range(40):
@@ -726,4 +726,4 @@ def test_a_reload_equals_a_fresh_load(host: Host, trigger: str) -> None:
             host.reload(model, order)
             if not same(values(model), fresh):
                 wrong.append((seed, turn))
-    assert bool(wrong) == (trigger == "stock"), wrong
+    assert bool(wrong) == (side == "stock"), wrong

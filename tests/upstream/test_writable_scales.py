@@ -7,7 +7,6 @@ stood in for: the experts' answer that they run here, `Tensor.cuda`, and the one
 from __future__ import annotations
 
 import contextlib
-import importlib
 import logging
 import os
 import sys
@@ -16,10 +15,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import kernels
 import pytest
 import torch
 from layers import Host, Piece, Probe, add_moe, experts_of, moe_stream, same, values
 from packaging.version import Version
+from patching import counters, state_of, switched_on
 from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.fused_moe.oracle import nvfp4
@@ -31,29 +32,14 @@ from vllm_hotfix._record import RECORD
 
 RELEASE = os.environ["HOTFIX_RELEASE"]
 FIXED = Version(RELEASE) >= Version("0.27")
-GATE = "VLLM_HOTFIX_WRITABLE_SCALES"
+NAME, GATE = "writable_scales", "VLLM_HOTFIX_WRITABLE_SCALES"
 EXPERTS = 4
 SCALES = ("w13_input_scale", "w2_input_scale")
 FUNCTIONS = ("prepare_nvfp4_moe_layer_for_fi_or_cutlass", "prepare_nvfp4_moe_layer_for_flashinfer_cutedsl")
 REFUSED = "more than one element of the written-to tensor refers to a single memory location"
-#: For each backend of which the conversion runs on a CPU: its experts, in the module of one release or another.
-BACKENDS = {
-    "FLASHINFER_CUTLASS": ("FlashInferExperts", "experts.flashinfer_cutlass_moe", "flashinfer_cutlass_moe"),
-    "FLASHINFER_CUTEDSL": ("FlashInferCuteDSLExperts", "experts.flashinfer_cutedsl_moe"),
-    "VLLM_CUTLASS": ("CutlassExpertsFp4", "experts.cutlass_moe", "cutlass_moe"),
-}
 #: Those of which the experts share their input scales.
 SHARING = ("FLASHINFER_CUTLASS", "FLASHINFER_CUTEDSL")
 OLD, NEW = torch.arange(1, EXPERTS + 1) / 32, torch.arange(1, EXPERTS + 1) / 16
-
-
-def experts_class(backend: str) -> Any:
-    """Return the release's own experts of a backend."""
-    name, *places = BACKENDS[backend]
-    for place in places:
-        with contextlib.suppress(ImportError):
-            return getattr(importlib.import_module(f"vllm.model_executor.layers.fused_moe.{place}"), name)
-    raise LookupError(name)
 
 
 @pytest.fixture(autouse=True)
@@ -68,43 +54,22 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(params=SHARING)
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Let vLLM's own choice of a backend fall on this one."""
-    monkeypatch.setattr(
-        experts_class(request.param), "is_supported_config", staticmethod(lambda *args: (True, None)), raising=False
-    )
+    kernels.choose(monkeypatch, request.param)
     return request.param
 
 
 @pytest.fixture
 def patched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Apply the patch for one test and undo it afterwards; counters begin at nothing."""
-    monkeypatch.setenv(GATE, "1")
-    monkeypatch.setenv("VLLM_HOTFIX_STATE_DIR", str(tmp_path / "state"))
-    monkeypatch.setattr(RECORD, "counters", {})
-    monkeypatch.setattr(RECORD, "_warned", set())
-    vllm_hotfix.activate()
-    state, reason = state_of_patch()
-    assert state == ("not-needed" if FIXED else "active"), reason
-    yield
-    vllm_hotfix.deactivate()
-
-
-@pytest.fixture(params=["stock", "patched"])
-def side(request: pytest.FixtureRequest) -> str:
-    """Run a test with vLLM as it is and with the patch applied."""
-    if request.param == "patched":
-        request.getfixturevalue("patched")
-    return request.param
-
-
-def state_of_patch() -> tuple[str, str]:
-    """Return the patch's state in this process, and the reason."""
-    (one,) = (one for one in vllm_hotfix.patches() if one["name"] == "writable_scales")
-    return one["state"], one["reason"]
+    """Apply the patch for one test and undo it afterwards."""
+    with switched_on(monkeypatch, tmp_path, NAME):
+        state, reason = state_of(NAME)
+        assert state == ("not-needed" if FIXED else "active"), reason
+        yield
 
 
 def made_writable() -> int:
     """Return the patch's counter."""
-    return RECORD.counters.get("writable_scales", {}).get("scales_made_writable", 0)
+    return counters(NAME).get("scales_made_writable", 0)
 
 
 def input_scales(model: nn.Module) -> list[torch.Tensor]:
@@ -272,7 +237,7 @@ def test_what_does_not_overlap_is_the_same_object(monkeypatch: pytest.MonkeyPatc
     assert made_writable() == len(shared)
 
 
-@pytest.mark.parametrize("backend", BACKENDS, indirect=True)
+@pytest.mark.parametrize("backend", [*SHARING, "VLLM_CUTLASS"], indirect=True)
 def test_only_shared_scales_are_copied(engine: Engine, patched: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what the real functions return, the shared input scales are copies, and all else is what they made.
 
@@ -337,13 +302,13 @@ def test_what_is_wrapped_and_given_back(engine: Engine, monkeypatch: pytest.Monk
     places = [(module, name) for module in (flashinfer_fp4_moe, nvfp4) for name in FUNCTIONS]
     stock = [getattr(*place) for place in places]
     monkeypatch.setenv("VLLM_HOTFIX_STATE_DIR", str(tmp_path))
-    assert state_of_patch()[0] == "off"
+    assert state_of(NAME)[0] == "off"
     assert not any(hasattr(one, "__wrapped__") for one in stock)
     monkeypatch.setenv(GATE, "1")
     vllm_hotfix.activate()
     try:
         live = [getattr(*place) for place in places]
-        state, reason = state_of_patch()
+        state, reason = state_of(NAME)
         if FIXED:
             assert state == "not-needed"
             assert "0.27.0" in reason
