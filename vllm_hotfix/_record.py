@@ -98,7 +98,7 @@ class Record:
             self.warn(str(problem))
 
     def stale(self, patch: str, reason: str) -> None:
-        """Log an error, once, and have the patch in the state ``stale-graphs`` for as long as this process runs."""
+        """Log an error, once, and have the patch in the state ``stale-graphs`` for as long as it is on."""
         entry = self.entries.get(patch)
         if entry is not None and entry.state != STALE_GRAPHS:
             entry.state, entry.reason = STALE_GRAPHS, reason

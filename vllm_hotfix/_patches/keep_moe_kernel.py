@@ -22,14 +22,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any, Final
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakKeyDictionary, ref
+
+from packaging.version import Version
 
 from _vllm_hotfix import describe, strict
 
+from .._judge import parse_version
 from .._patch import STRICT, HotfixError, Patch, Target
 from .._record import RECORD, logger
 
@@ -68,6 +70,7 @@ PATCH = Patch(
         _target(f"{_COMPRESSED}_w8a8_fp8:CompressedTensorsW8A8Fp8MoEMethod.process_weights_after_loading"),
         _target(f"{_COMPRESSED}_w4a4_nvfp4:CompressedTensorsW4A4Nvfp4MoEMethod.process_weights_after_loading"),
         _target(f"{_COMPRESSED}_w4a8_fp8:CompressedTensorsW4A8Fp8MoEMethod.process_weights_after_loading"),
+        Target(f"{_LAYERWISE}:initialize_layerwise_reload", "initialize_layerwise_reload"),
         Target(f"{_LAYERWISE}:finalize_layerwise_reload", "finalize_layerwise_reload"),
     ),
     relies=(
@@ -75,7 +78,8 @@ PATCH = Patch(
         f"{_MOE}.fused_moe_method_base:FusedMoEMethodBase.__init__",
         f"{_MOE}.modular_kernel:FusedMoEKernel.__init__",
         "vllm.model_executor.model_loader.reload.types:LayerReloadingInfo",
-        f"{_LAYERWISE}:initialize_layerwise_reload",
+        "vllm.config.vllm:get_current_vllm_config_or_none",
+        "vllm.config.vllm:set_current_vllm_config",
         f"{_LAYERWISE}:_layerwise_process",
         f"{_LAYERWISE}:_copy_and_restore_kernel_tensors",
         f"{_LAYERWISE}:_place_kernel_tensors",
@@ -84,7 +88,7 @@ PATCH = Patch(
 )
 
 #: Where the classes are defined whose objects belong to the whole engine.
-_ENGINE: Final = ("vllm.config", "vllm.distributed", "torch.distributed")
+_ENGINE: Final = ("vllm.config", "vllm.distributed", "torch")
 _FUNCTIONS: Final = (type, ModuleType, FunctionType, MethodType, BuiltinFunctionType)
 _ABSENT: Final = object()
 _KERNEL: Final = ("moe_kernel", "moe_quant_config")
@@ -92,10 +96,12 @@ _KERNEL: Final = ("moe_kernel", "moe_quant_config")
 #: For each layer, vLLM's configuration at its first load. The configuration refers to its layers: a strong reference
 #: would keep them alive.
 _configs: WeakKeyDictionary[Module, ref[Any]] = WeakKeyDictionary()
-#: Layers of which captured graphs read what is gone.
-_stale: WeakSet[Module] = WeakSet()
-#: What was done since the last reload ended.
-_done: Counter[str] = Counter()
+#: For each layer that is being reloaded, what its method had made before.
+_before: WeakKeyDictionary[Module, dict[str, Any]] = WeakKeyDictionary()
+#: For each layer whose kernel was kept in this reload, the number of its tensors that were refreshed.
+_refreshed: WeakKeyDictionary[Module, int] = WeakKeyDictionary()
+#: Layers of which captured graphs read what is gone, and why.
+_stale: WeakKeyDictionary[Module, str] = WeakKeyDictionary()
 
 
 class _Other(Exception):
@@ -127,16 +133,19 @@ def keep(wrapped: Any, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         vars(method).update(kept)
         raise
     fresh = _made(method)
-    if all(fresh.get(name) is one for name, one in kept.items()):
+    if fresh.keys() - kept.keys() or all(fresh.get(name) is one for name, one in kept.items()):
+        return result  # made for the first time, or kept by stock
+    if _keeps_memory(fresh.get("moe_kernel")):
         return result
     try:
-        refresh = _Refresh(layer, info.kernel_tensors)
+        refresh = _Refresh(layer, *info.kernel_tensors)
         refresh.compare(kept, fresh)
         refresh.apply()
         vars(method).update(kept)
-        _count("kernels_kept")
+        RECORD.count(PATCH.name, "kernels_kept")
+        _refreshed[layer] = len(refresh.copies)
     except Exception as error:
-        _count("kernels_replaced")
+        RECORD.count(PATCH.name, "kernels_replaced")
         _give_up(layer, info, str(error) if isinstance(error, _Other) else describe(error))
     return result
 
@@ -146,6 +155,11 @@ def _made(method: Any) -> dict[str, Any]:
     tensor = sys.modules["torch"].Tensor
     made = {name: one for name, one in vars(method).items() if name in _KERNEL or isinstance(one, tensor)}
     return {name: one for name, one in made.items() if one is not None}
+
+
+def _keeps_memory(kernel: Any) -> bool:
+    """Whether the experts have a way of their own to use the first ones' memory again, as B12X's do."""
+    return hasattr(getattr(kernel, "fused_experts", None), "_reuse_prepared_storage")
 
 
 def _reloading(layer: Module) -> Any:
@@ -165,26 +179,30 @@ class _Refresh:
 
     Args:
         layer: the layer, with its parameters as the new kernel has them.
-        kernel_tensors: its parameters and buffers of the first load, by name, into which vLLM copies.
+        parameters: its parameters of the first load, by name, into which vLLM copies.
+        buffers: its buffers, likewise.
+
+    Attributes:
+        copies: by the place in memory of a kept tensor, that tensor and the one to copy from.
+        owned: paths of the kept tensors that are not memory of a parameter or buffer.
 
     Raises:
         _Other: a parameter has another shape or dtype than at the first load.
     """
 
-    def __init__(self, layer: Module, kernel_tensors: tuple[dict[str, Tensor], dict[str, Tensor]]) -> None:
+    def __init__(self, layer: Module, parameters: dict[str, Tensor], buffers: dict[str, Tensor]) -> None:
+        if differs := _differs(layer, parameters):
+            raise _Other(differs)
         self.layer = layer
-        parameters, buffers = kernel_tensors
-        for name, first in parameters.items():
-            now = layer._parameters.get(name)
-            if now is not None and (now.shape, now.dtype) != (first.shape, first.dtype):
-                raise _Other(f"{name} is {_form(now)} now and was {_form(first)}")
+        self.copies: dict[Any, tuple[Tensor, Tensor]] = {}
+        self.owned: list[str] = []
         self._kept_names = _by_storage({**parameters, **buffers})
         self._fresh_names = _by_storage({**layer._parameters, **layer._buffers})
-        #: By the place in memory of a kept tensor, that tensor and the one to copy from.
-        self._copies: dict[Any, tuple[Tensor, Tensor]] = {}
         #: Holders of kept tensors that cannot be copied to: holder, key, new tensor, path, reason.
         self._rebinds: list[tuple[Any, Any, Tensor, str, str]] = []
         self._seen: set[tuple[int, int]] = set()
+        #: By the identity of each new object, the kept one that it was compared with.
+        self._kept_by_fresh: dict[int, Any] = {}
 
     def compare(self, kept: Any, fresh: Any, path: str = "") -> None:
         """Find the tensors that two objects of one class hold, at any depth.
@@ -195,6 +213,7 @@ class _Refresh:
         if (id(kept), id(fresh)) in self._seen:
             return
         self._seen.add((id(kept), id(fresh)))
+        self._kept_by_fresh[id(fresh)] = kept
         ours, theirs = _parts(kept), _parts(fresh)
         for key in {**ours, **theirs}:
             name = f"{path}.{key}" if path else str(key)
@@ -209,24 +228,28 @@ class _Refresh:
             if isinstance(kept, tensor) and dataclasses.is_dataclass(holder):
                 raise _Other(f"{path} is no tensor any more")
         elif kept is None or kept is _ABSENT:
-            if isinstance(fresh, tensor):
-                raise _Other(f"{path} is a tensor now and was none")
+            if isinstance(fresh, (tensor, float)):
+                raise _Other(f"{path} is there now and was not")
         elif isinstance(kept, tensor) and isinstance(fresh, tensor):
             self._compare_tensors(holder, key, kept, fresh, path)
         elif type(kept) is not type(fresh):
             raise _Other(f"{path} is of class {type(fresh).__name__} now and was of {type(kept).__name__}")
         elif isinstance(kept, float):
-            if kept != fresh:
+            if kept != fresh and kept == kept:
                 raise _Other(f"{path} is {fresh} now and was {kept}")
-        elif not _is_of_the_engine(kept):
+        elif _is_of_the_kernel(kept):
             self.compare(kept, fresh, path)
+        elif _is_of_others(kept) and kept != fresh:
+            raise _Other(f"{path} is of {type(kept).__module__}, whose objects are not known")
 
     def _compare_tensors(self, holder: Any, key: Any, kept: Tensor, fresh: Tensor, path: str) -> None:
         names = self._kept_names.get(_storage(kept), set())
         if names & self._fresh_names.get(_storage(fresh), set()):
             return  # vLLM copies this parameter
+        if not names:
+            self.owned.append(path)
         place = (kept.data_ptr(), kept.shape, kept.stride(), kept.dtype)
-        _, other = self._copies.get(place, (kept, fresh))
+        _, other = self.copies.get(place, (kept, fresh))
         if names:
             why = f"it was {' and '.join(sorted(names))} of the layer and is not now"
         elif _layout(kept) != _layout(fresh):
@@ -234,33 +257,49 @@ class _Refresh:
         elif other.data_ptr() != fresh.data_ptr():
             why = "it was one tensor with another and is not now"
         else:
-            self._copies[place] = kept, fresh
+            self.copies[place] = kept, fresh
             return
-        if isinstance(holder, tuple):
-            raise _Other(f"{path}: {why}")
         self._rebinds.append((holder, key, fresh, path, why))
 
     def apply(self) -> None:
-        """Copy, and rebind what cannot be copied."""
+        """Copy, and rebind what cannot be copied.
+
+        Raises:
+            _Other: something that can be neither; nothing is changed then.
+        """
         torch = sys.modules["torch"]
+        for holder, _, fresh, path, why in self._rebinds:
+            if isinstance(holder, tuple) or fresh.is_meta:
+                raise _Other(f"{path} cannot be refreshed: {why}")
         # Either kind of tensor can be written to in inference mode; those that it made, only there.
         with torch.inference_mode():
-            for kept, fresh in self._copies.values():
+            for kept, fresh in self.copies.values():
                 _copy(kept, fresh)
-        _count("tensors_refreshed", len(self._copies))
+                self._kept_by_fresh[id(fresh)] = kept
+        if self.copies:
+            RECORD.count(PATCH.name, "tensors_refreshed", len(self.copies))
         for holder, key, fresh, path, why in self._rebinds:
             if isinstance(holder, (dict, list)):
                 holder[key] = fresh
             else:
                 object.__setattr__(holder, key, fresh)
-            _count("tensors_rebound")
-            RECORD.warn(f"{PATCH.name}: {path} is rebound, {why}; CUDA graphs captured with the old one are stale")
-            _mark_stale(self.layer, f"{path} of the MoE kernel has other memory now: {why}")
+            RECORD.count(PATCH.name, "tensors_rebound")
+            _stale[self.layer] = f"{path} has other memory now: {why}"
+            RECORD.warn(
+                f"{PATCH.name}: {_name(self.layer)}: {_stale[self.layer]}; graphs captured with the old are stale"
+            )
         # What the layer has besides parameters, and shares with the new kernel.
-        kept_by_fresh = {id(fresh): kept for kept, fresh in self._copies.values()}
         for name, value in vars(self.layer).items():
-            if id(value) in kept_by_fresh:
-                vars(self.layer)[name] = kept_by_fresh[id(value)]
+            vars(self.layer)[name] = self._kept_by_fresh.get(id(value), value)
+
+
+def _differs(layer: Module, parameters: dict[str, Tensor]) -> str:
+    """The first parameter that has another shape or dtype than at the first load; empty if there is none."""
+    for name, first in parameters.items():
+        now = layer._parameters.get(name)
+        if now is not None and (now.shape, now.dtype) != (first.shape, first.dtype):
+            return f"{name} is {_form(now)} now and was {_form(first)}"
+    return ""
 
 
 def _parts(one: Any) -> Mapping[Any, Any]:
@@ -273,14 +312,25 @@ def _parts(one: Any) -> Mapping[Any, Any]:
     return {name: getattr(one, name) for name in slots} | getattr(one, "__dict__", {})
 
 
+def _is_of_the_kernel(one: Any) -> bool:
+    """Whether an object is a part of the kernel: a container, or of a class of vLLM's that is none of the engine's."""
+    classes = [cls for cls in type(one).__mro__ if cls.__module__.partition(".")[0] == "vllm"]
+    return isinstance(one, (dict, list, tuple)) or bool(classes and not _is_of_the_engine(one))
+
+
 def _is_of_the_engine(one: Any) -> bool:
-    """Whether an object is no part of the kernel: a module, a process group, vLLM's configuration, a function."""
+    """Whether an object belongs to others too: a module, a process group, vLLM's configuration, a function."""
     cls = type(one)
     return (
         isinstance(one, (*_FUNCTIONS, sys.modules["torch"].nn.Module))
         or cls.__module__.startswith(_ENGINE)
         or cls.__name__ in ("FusedMoEConfig", "FusedMoEParallelConfig")
     )
+
+
+def _is_of_others(one: Any) -> bool:
+    """Whether an object is of a package of which nothing is known here, neither vLLM's nor Python's."""
+    return not _is_of_the_engine(one) and type(one).__module__.partition(".")[0] not in sys.stdlib_module_names
 
 
 def _by_storage(tensors: Mapping[str, Tensor | None]) -> dict[int, set[str]]:
@@ -313,7 +363,7 @@ def _copy(kept: Tensor, fresh: Tensor) -> None:
     kept.copy_(fresh)
 
 
-# What vLLM lacks: a current configuration in a reload, before 0.27.0.
+# What vLLM lacks before 0.27.0: a current configuration in a reload, which some experts ask for when they are made.
 
 
 def _remember_config(layer: Module) -> None:
@@ -327,63 +377,103 @@ def _remember_config(layer: Module) -> None:
 
 @contextlib.contextmanager
 def _current_config(layer: Module) -> Iterator[None]:
-    """Have the configuration of the first load where there is none: some experts ask for it when they are made."""
+    """Have the configuration of the first load where there is none."""
     config = sys.modules["vllm.config"]
-    remembered = _configs[layer]() if layer in _configs else None
-    if remembered is None or config.get_current_vllm_config_or_none() is not None:
+    version = parse_version(RECORD.vllm)
+    remembered = _configs.get(layer, lambda: None)()
+    # Later releases have one, and threads that load: what is current is so for the whole process.
+    late = version is not None and version >= Version("0.27.0.dev0")
+    if late or remembered is None or config.get_current_vllm_config_or_none() is not None:
         yield
         return
     with config.set_current_vllm_config(remembered):
         yield
 
 
-# The end of a reload, and what cannot be refreshed.
+# A reload as a whole, and what cannot be refreshed.
+
+
+def initialize_layerwise_reload(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Begin a reload as stock does, and remember the kernels of all layers."""
+    model: Module = args[0] if args else kwargs["model"]
+    try:
+        for layer in model.modules():
+            _refreshed.pop(layer, None)
+            method = getattr(layer, "quant_method", None)
+            if getattr(method, "moe_kernel", None) is not None:
+                _before[layer] = _made(method)
+    except Exception as error:
+        RECORD.warn(f"{PATCH.name}: kernels that it does not keep will not be noticed: {describe(error)}")
+    return wrapped(*args, **kwargs)
 
 
 def finalize_layerwise_reload(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """End a reload as stock does, and say what was kept.
+    """End a reload as stock does, and say what was kept, and what captured graphs read that is gone.
 
     Raises:
         HotfixError: under ``VLLM_HOTFIX_STRICT``, if captured graphs of this model read what is gone.
     """
     result = wrapped(*args, **kwargs)
     model: Module = args[0] if args else kwargs["model"]
-    done = dict(_done)
-    _done.clear()
-    if done:
+    model_config = args[1] if len(args) > 1 else kwargs["model_config"]
+    has_graphs = not getattr(model_config, "enforce_eager", False)
+    layers = list(model.modules())
+    for layer in layers:
+        _look_at(layer)
+    kept = [_refreshed.pop(layer) for layer in layers if layer in _refreshed]
+    if kept:
         text = "vllm-hotfix: the reload kept %d MoE kernels and refreshed %d of their tensors"
-        logger.info(text, done.get("kernels_kept", 0), done.get("tensors_refreshed", 0))
+        logger.info(text, len(kept), sum(kept))
+    stale = [f"{_name(layer)}: {_stale[layer]}" for layer in layers if layer in _stale]
+    if stale and has_graphs:
+        more = f" (and {len(stale) - 1} more layers)" if len(stale) > 1 else ""
+        reason = f"{stale[0]}{more}; CUDA graphs that were captured before no longer match, restart vLLM"
+        RECORD.stale(PATCH.name, reason)
+        if strict():
+            RECORD.save()
+            raise HotfixError(f"vllm-hotfix: {STRICT} is set and {PATCH.name}: {reason}")
     RECORD.save()
-    if strict() and any(layer in _stale for layer in model.modules()):
-        entry = RECORD.entries.get(PATCH.name)
-        raise HotfixError(f"vllm-hotfix: {STRICT} is set and {PATCH.name}: {entry.reason if entry else 'stale graphs'}")
     return result
+
+
+def _look_at(layer: Module) -> None:
+    """See whether another function than those that are wrapped has built a kernel with tensors of its own."""
+    before = _before.pop(layer, None)
+    method = getattr(layer, "quant_method", None)
+    if before is None or layer in _refreshed or layer in _stale:
+        return
+    try:
+        now = _made(method)
+        kernel = now.get("moe_kernel")
+        if kernel is before["moe_kernel"] or _keeps_memory(kernel):
+            return
+        parameters, buffers = (
+            {k: v for k, v in some.items() if v is not None} for some in (layer._parameters, layer._buffers)
+        )
+        refresh = _Refresh(layer, parameters, buffers)
+        refresh.compare(before, now)
+        differs = ", ".join(refresh.owned)
+    except Exception as error:
+        differs = str(error) if isinstance(error, _Other) else describe(error)
+    if differs:
+        _stale[layer] = f"{type(method).__name__} builds a kernel that this patch does not keep: {differs}"
 
 
 def _give_up(layer: Module, info: Any, why: str) -> None:
     """Leave the new kernel in its place, with the parameters that it was made for."""
     parameters, buffers = info.kernel_tensors
-    now = layer._parameters
-    if any(now.get(name) is not None and now[name].shape != one.shape for name, one in parameters.items()):
+    if _differs(layer, parameters):
         # vLLM would copy them into the first ones, which raises or, from one element to many, does not.
-        info.kernel_tensors = ({name: one for name, one in now.items() if one is not None}, buffers)
-    _mark_stale(layer, f"the MoE kernel of the reload is not the first one with other values: {why}")
+        info.kernel_tensors = ({name: one for name, one in layer._parameters.items() if one is not None}, buffers)
+    _stale[layer] = f"the kernel of the reload is not the first one with other values: {why}"
 
 
-def _mark_stale(layer: Module, why: str) -> None:
-    _stale.add(layer)
-    name = getattr(layer, "layer_name", "") or type(layer).__name__
-    RECORD.stale(PATCH.name, f"{name}: {why}; CUDA graphs that were captured before no longer match, restart vLLM")
-
-
-def _count(counter: str, number: int = 1) -> None:
-    if number:
-        _done[counter] += number
-        RECORD.count(PATCH.name, counter, number)
+def _name(layer: Module) -> str:
+    return getattr(layer, "layer_name", "") or type(layer).__name__
 
 
 def undo() -> None:
-    """Forget; kernels that were kept stay until stock's next reload replaces them."""
+    """Forget; kernels that were kept stay until stock's next reload replaces them, and what is stale stays stale."""
     _configs.clear()
-    _stale.clear()
-    _done.clear()
+    _before.clear()
+    _refreshed.clear()
