@@ -37,6 +37,7 @@ TARGET_MODULES = (
     f"{QUANTIZATION}.fp8",
     f"{QUANTIZATION}.quark.quark_moe",
     f"{QUANTIZATION}.online.fp8",
+    f"{QUANTIZATION}.online.nvfp4",
     f"{COMPRESSED}_w8a8_fp8",
     f"{COMPRESSED}_w4a4_nvfp4",
     f"{COMPRESSED}_w4a8_fp8",

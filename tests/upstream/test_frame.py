@@ -41,7 +41,7 @@ BOOTSTRAP = str(HOME / "vllm_hotfix/bootstrap")
 SOURCES = Sources(SOURCE.parent)
 #: The patches whose fault this release has; of the others nothing is wrapped.
 NEEDED = [patch for patch in CATALOG if patch.fixed_in is None or Version(RELEASE) < Version(patch.fixed_in)]
-NAMES = [name for patch in NEEDED for name in patch.known_names if SOURCES.find(name)]
+NAMES = [name for name in dict.fromkeys(name for patch in NEEDED for name in patch.known_names) if SOURCES.find(name)]
 TARGETS = [
     target.name
     for patch in NEEDED
@@ -50,7 +50,7 @@ TARGETS = [
 ]
 #: How often each function that some patch wraps is wrapped with every gate on.
 WRAPPED = {
-    target.name: int(target.name in TARGETS)
+    target.name: TARGETS.count(target.name)
     for patch in CATALOG
     for target in patch.targets
     if SOURCES.find(target.name)
@@ -61,7 +61,7 @@ CLASSES = {
     for name in TARGETS
     if "." in name.partition(":")[2]
 }
-FUNCTIONS = [target for target in TARGETS if "." not in target.partition(":")[2]]
+FUNCTIONS = [target for target in dict.fromkeys(TARGETS) if "." not in target.partition(":")[2]]
 PATCHES = {patch.name: patch for patch in CATALOG}
 #: Takes the functions that prepare NVFP4 layers by name.
 NVFP4 = "vllm.model_executor.layers.fused_moe.oracle.nvfp4"

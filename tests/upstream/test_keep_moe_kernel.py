@@ -25,6 +25,7 @@ from packaging.version import Version
 from patching import counters, state_of, switched_on
 from torch import Tensor, nn
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.platforms import current_platform
 from vllm.v1.worker import workspace
 
 import vllm_hotfix
@@ -339,6 +340,62 @@ def test_what_emulated_experts_hold_after_a_reload(engine: Engine, side: str) ->
     engine.reload(model, B)
     assert all(map(torch.equal, owned, new)) == (side == "patched")
     assert ([one.data_ptr() for one in engine.owned(model)] == addresses) == (side == "patched")
+
+
+@pytest.mark.skipif(Version("0.26") > RELEASE, reason="from 0.26.0 on NVFP4 can be made while a model is loaded")
+@pytest.mark.parametrize("side", ["stock", "patched"], indirect=True)
+@pytest.mark.parametrize(("method", "backend"), [("online", "FLASHINFER_TRTLLM monolithic")], indirect=True)
+def test_what_online_nvfp4_holds_after_a_reload(
+    host: Host, method: str, backend: str, side: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every tensor of the first kernel has the values of a cold load of the new weights, and stays where it was.
+
+    Stock builds another kernel up to 0.27.1; from 0.28.0 on it keeps the first one and fuses with its old scales, which
+    a sleep has discarded. The quantization of the weights is stood in for; no forward pass is run.
+    """
+    from vllm.config.quantization import QuantizationConfigArgs, QuantSpec
+    from vllm.model_executor.layers.quantization.online import nvfp4
+    from vllm.model_executor.layers.quantization.online.base import OnlineQuantizationConfig
+    from vllm.model_executor.layers.quantization.utils.quant_utils import kNvfp4Static
+
+    def quantize(weight: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        blocks = weight.float().unflatten(-1, (-1, 16))
+        packed = (weight[..., ::2].float() * 50).to(torch.uint8)
+        return packed, blocks.amax(-1).to(torch.float8_e4m3fn), weight.float().flatten(1).amax(1)
+
+    def build(model: Probe, config: VllmConfig) -> None:
+        arguments = QuantizationConfigArgs(moe=QuantSpec(weight=kNvfp4Static))
+        put_moe(model, OnlineQuantizationConfig(arguments), EXPERTS, size=HIDDEN, intermediate_size=BETWEEN)
+
+    def stream(seed: int) -> Iterator[Piece]:
+        generator = torch.Generator().manual_seed(seed)
+        for shard, shape in (("w1", (BETWEEN, HIDDEN)), ("w3", (BETWEEN, HIDDEN)), ("w2", (HIDDEN, BETWEEN))):
+            name = f"{'w2' if shard == 'w2' else 'w13'}_weight"
+            for expert in range(EXPERTS):
+                value = ((torch.rand(shape, generator=generator) + expert) * seed).to(torch.bfloat16)
+                yield Piece(f"{prefix}.{name}", value, (f"{prefix}.{expert}.{name}", shard, expert))
+
+    def tensors(quant_method: Any) -> list[Tensor]:
+        config, experts = quant_method.moe_quant_config, quant_method.moe_kernel.fused_experts
+        return [config.a1_gscale, config.a2_gscale, config.g1_alphas, config.g2_alphas, experts.g1_scale_c]
+
+    prefix = "moe.routed_experts"
+    monkeypatch.setattr(nvfp4, "_quantize_moe_weight_to_nvfp4", quantize)
+    monkeypatch.setattr(type(current_platform), "is_device_capability_family", lambda *args: True, raising=False)
+    model, new = host.load(build, stream(A)), host.load(build, stream(B))
+    (quant_method,) = (one.quant_method for one in model.modules() if hasattr(one, "w13_weight"))
+    (expected,) = (tensors(one.quant_method) for one in new.modules() if hasattr(one, "w13_weight"))
+    assert type(quant_method).__name__ == "Nvfp4OnlineMoEMethod"
+    first = tensors(quant_method)
+    assert not all(map(torch.equal, first, expected))
+    discard([*model.parameters(), *held(quant_method.moe_kernel, quant_method.moe_quant_config).values()])
+    with set_current_vllm_config(host.config):
+        host.reload(model, stream(B))
+    assert all(map(torch.equal, first, expected)) == (side == "patched")
+    assert all(map(torch.equal, tensors(quant_method), expected)) == (side == "patched" or Version("0.28") > RELEASE)
+    if side == "patched":
+        assert [one.data_ptr() for one in tensors(quant_method)] == [one.data_ptr() for one in first]
+        assert counters(NAME)["kernels_kept"] == 1
 
 
 # Outside a reload

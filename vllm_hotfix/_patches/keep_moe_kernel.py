@@ -47,9 +47,9 @@ _NVFP4 = f"{_QUANTIZATION}.modelopt:ModelOptNvFp4FusedMoE"
 _FP8 = f"{_QUANTIZATION}.fp8:Fp8MoEMethod"
 
 
-def _target(name: str, unless: str | None = None) -> Target:
+def _target(name: str, wrapper: str = "keep", unless: str | None = None) -> Target:
     """A function that builds a kernel; vLLM imports the modules of the methods that a model has."""
-    return Target(name, "keep", unless=unless, optional=True)
+    return Target(name, wrapper, unless=unless, optional=True)
 
 
 PATCH = Patch(
@@ -67,6 +67,7 @@ PATCH = Patch(
         _target(f"{_FP8}._setup_kernel", unless=f"{_FP8}._init_moe_kernel"),
         _target(f"{_QUANTIZATION}.quark.quark_moe:QuarkW8A8Fp8MoEMethod._setup_kernel"),
         _target(f"{_QUANTIZATION}.online.fp8:_Fp8OnlineMoEBase._setup_kernel"),
+        _target(f"{_QUANTIZATION}.online.nvfp4:Nvfp4OnlineMoEMethod._setup_kernel", wrapper="keep_made_anew"),
         _target(f"{_COMPRESSED}_w8a8_fp8:CompressedTensorsW8A8Fp8MoEMethod.process_weights_after_loading"),
         _target(f"{_COMPRESSED}_w4a4_nvfp4:CompressedTensorsW4A4Nvfp4MoEMethod.process_weights_after_loading"),
         _target(f"{_COMPRESSED}_w4a8_fp8:CompressedTensorsW4A8Fp8MoEMethod.process_weights_after_loading"),
@@ -148,6 +149,20 @@ def keep(wrapped: Any, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         RECORD.count(PATCH.name, "kernels_replaced")
         _give_up(layer, info, str(error) if isinstance(error, _Other) else describe(error))
     return result
+
+
+def keep_made_anew(wrapped: Any, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Do as ``keep`` does where stock keeps the kernel, and refreshes some of its tensors, but not all.
+
+    From 0.28.0 on the online method for NVFP4 lets the first kernel's experts fuse again, with what they hold.
+    """
+
+    def build(*args: Any, **kwargs: Any) -> Any:
+        if _reloading(args[0] if args else kwargs["layer"]) is not None:
+            method.moe_kernel = None
+        return wrapped(*args, **kwargs)
+
+    return keep(build, method, args, kwargs)
 
 
 def _made(method: Any) -> dict[str, Any]:
