@@ -21,7 +21,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -222,8 +222,17 @@ def import_targets() -> None:
     from vllm.platforms.cpu import CpuPlatform
 
     vllm.platforms._current_platform = CpuPlatform()
-    for module in TARGET_MODULES:
-        importlib.import_module(module)
+    import_all(TARGET_MODULES)
+
+
+def import_all(modules: Iterable[str]) -> None:
+    """Import modules, those that this release has."""
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if error.name != module:
+                raise
 
 
 def layers(target: str) -> int:

@@ -156,8 +156,7 @@ def worker_modules(run_command: Any) -> list[str]:
         modules.append(f"{RELOAD}.inplace")
     if Version(RELEASE) >= Version("0.33"):
         modules.append("vllm.distributed.weight_transfer.sharded_rdt_engine")
-    for module in modules:
-        importlib.import_module(module)
+    frame.import_all(modules)
     return modules
 
 

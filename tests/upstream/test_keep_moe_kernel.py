@@ -1,7 +1,7 @@
 """keep_moe_kernel on a release's real NVFP4 MoE layers: load, capture, sleep, reload and replay, beside stock vLLM.
 
 The quantization methods, the choice and conversion of weights, the experts with their `apply`, the kernel around them
-and the layerwise reload are the release's own. On the CPU `kernels.py` stands in for the compiled kernels and for
+and the layerwise reload are the release's own. On the CPU `nvfp4_kernels.py` stands in for the compiled kernels and for
 FlashInfer, and `graphs.Graph` for a CUDA graph.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
-import kernels
+import nvfp4_kernels
 import pytest
 import torch
 from graphs import Graph, discard
@@ -161,7 +161,7 @@ class Engine:
         model = self.host.load(self._build, self.stream(seed))
         method = self.quant_method(model)
         assert type(method).__name__ == METHODS[self.method]
-        assert method.experts_cls is kernels.experts_class(self.backend)
+        assert method.experts_cls is nvfp4_kernels.experts_class(self.backend)
         return model
 
     def reload(self, model: Any, seed: int, experts: int = EXPERTS) -> None:
@@ -211,11 +211,11 @@ class Engine:
         discard(held(method.moe_kernel, method.moe_quant_config).values())
 
 
-@pytest.fixture(params=kernels.COMPUTING)
+@pytest.fixture(params=nvfp4_kernels.COMPUTING)
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Let vLLM choose this backend, and its kernels run here."""
-    kernels.stand_in(monkeypatch)
-    kernels.choose(monkeypatch, request.param)
+    nvfp4_kernels.stand_in(monkeypatch)
+    nvfp4_kernels.choose(monkeypatch, request.param)
     return request.param
 
 

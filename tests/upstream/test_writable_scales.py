@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import kernels
+import nvfp4_kernels
 import pytest
 import torch
 from layers import Host, Piece, Probe, add_moe, experts_of, moe_stream, same, values
@@ -54,7 +54,7 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(params=SHARING)
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Let vLLM's own choice of a backend fall on this one."""
-    kernels.choose(monkeypatch, request.param)
+    nvfp4_kernels.choose(monkeypatch, request.param)
     return request.param
 
 
