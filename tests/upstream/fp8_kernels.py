@@ -25,6 +25,7 @@ from torch.nn import functional
 
 FUSED_MOE = "vllm.model_executor.layers.fused_moe"
 FP8 = torch.float8_e4m3fn
+W4A8 = "compressed_tensors_moe.compressed_tensors_moe_w4a8_fp8"
 SIGNS = -0x77777778  # the highest bit of each four
 #: For each backend: the experts that the oracle asks about, in the module of one release or another.
 BACKENDS = {
@@ -219,10 +220,15 @@ def install(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
         monkeypatch.setattr(getattr(module, name), "_get_permute_scratch", lambda self: None, raising=False)
     monkeypatch.setattr(_custom_ops, "cutlass_encode_and_reorder_int4b_grouped", with_strides)
     monkeypatch.setattr(_custom_ops, "cutlass_pack_scale_fp8", lambda scales: scales)
-    monkeypatch.setattr(quant_utils, "convert_bf16_scales_to_fp8", split_scales)
-    monkeypatch.setattr(
-        quant_utils, "convert_packed_uint4b8_to_signed_int4_inplace", lambda one: one.bitwise_xor_(SIGNS)
-    )
+    # Taken by name, by modules that an earlier test may have imported.
+    importlib.import_module(f"{CompressedTensorsConfig.__module__.rpartition('.')[0]}.{W4A8}")
+    for name, stand_in in (
+        ("convert_bf16_scales_to_fp8", split_scales),
+        ("convert_packed_uint4b8_to_signed_int4_inplace", lambda one: one.bitwise_xor_(SIGNS)),
+    ):
+        stock = getattr(quant_utils, name)
+        for module in [one for one in list(sys.modules.values()) if getattr(one, "__dict__", {}).get(name) is stock]:
+            monkeypatch.setattr(module, name, stand_in)
     # 4-bit weights are for one generation of GPUs in some releases.
     monkeypatch.setattr(
         CompressedTensorsConfig, "_is_fp8_w4a8_sm90", staticmethod(CompressedTensorsConfig._is_fp8_w4a8)

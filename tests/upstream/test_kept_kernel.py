@@ -597,6 +597,30 @@ def test_experts_that_use_their_memory_again_are_left_alone(wrapped: bool) -> No
     assert reason() == ""
 
 
+@pytest.mark.parametrize("reuses", [False, True])
+def test_a_kernel_that_stock_would_keep_is_made_anew(reuses: bool) -> None:
+    """So that the first one is refreshed with all that the new one has; one that reuses memory is stock's."""
+
+    def stock(layer: Any) -> None:
+        if case.method.moe_kernel is None:
+            case.method.moe_kernel = build(layer)
+
+    def build(layer: Any) -> Any:
+        experts = {"_reuse_prepared_storage": None} if reuses else {}
+        return Kernel(fused_experts=Kernel(own=full(layer), **experts))
+
+    case = Case(build)
+    kernel = case.method.moe_kernel
+    info = layerwise.get_layerwise_info(case.layer)
+    for reloading in (False, True):
+        info.kernel_tensors = (dict(case.layer._parameters), dict(case.layer._buffers)) if reloading else None
+        case.layer.number = 2
+        keep_moe_kernel.keep_made_anew(stock, case.method, (case.layer,), {})
+        assert case.method.moe_kernel is kernel
+        assert is_full(kernel.fused_experts.own, 2 if reloading and not reuses else 1)
+    info.reset()
+
+
 def test_without_graphs_nothing_is_stale(monkeypatch: pytest.MonkeyPatch) -> None:
     """With `enforce_eager` another kernel is as good as the first one, under STRICT too."""
     monkeypatch.setenv("VLLM_HOTFIX_STRICT", "1")

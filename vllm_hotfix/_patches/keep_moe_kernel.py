@@ -158,7 +158,8 @@ def keep_made_anew(wrapped: Any, method: Any, args: tuple[Any, ...], kwargs: dic
     """
 
     def build(*args: Any, **kwargs: Any) -> Any:
-        if _reloading(args[0] if args else kwargs["layer"]) is not None:
+        reloading = _reloading(args[0] if args else kwargs["layer"]) is not None
+        if reloading and not _keeps_memory(method.moe_kernel):
             method.moe_kernel = None
         return wrapped(*args, **kwargs)
 
@@ -430,7 +431,7 @@ def finalize_layerwise_reload(wrapped: Any, instance: Any, args: tuple[Any, ...]
     """
     result = wrapped(*args, **kwargs)
     model: Module = args[0] if args else kwargs["model"]
-    model_config = args[1] if len(args) > 1 else kwargs["model_config"]
+    model_config = args[1] if len(args) > 1 else kwargs.get("model_config")
     has_graphs = not getattr(model_config, "enforce_eager", False)
     layers = list(model.modules())
     for layer in layers:
