@@ -38,9 +38,11 @@ from ._patch import (
     Problem,
     read_gates,
 )
-from ._upstream import Lock, LockError, Sources, package_of
+from ._upstream import Lock, LockError, Sources
 
 WIDTH = 100
+#: What a worker imports first: modules of targets import each other, in some releases in a circle.
+_LOADER = "vllm.model_executor.model_loader"
 
 
 def report(*, imported: bool = False) -> dict[str, Any]:
@@ -82,8 +84,10 @@ def _import_targets(gates: Mapping[str, Gate], sources: Sources) -> list[Problem
     """Import the modules of the enabled patches' targets, as an engine would, where their package is installed."""
     problems = []
     modules = [target.name.partition(":")[0] for patch in CATALOG if gates[patch.name].on for target in patch.targets]
+    if modules:
+        modules.insert(0, _LOADER)
     for module in dict.fromkeys(modules):
-        if sources.package(package_of(module)) is None:
+        if sources.module(module) is None:  # some releases lack some
             continue
         try:
             # vLLM logs to stdout, where only the status belongs.

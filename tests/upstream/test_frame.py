@@ -1009,3 +1009,16 @@ def test_strict_lets_a_target_be_imported_later(zygote: Zygote) -> None:
     outcome: Outcome = zygote.outcome("strict good")
     assert outcome.ok() == {"another": None, "None": None, "targets": []}
     assert outcome.warnings == []
+
+
+def test_status_imports_the_targets_of_one_patch(tmp_path: Path) -> None:
+    """Alone, in an order in which they import each other: all that this release has is wrapped, nothing is wrong."""
+    environ = frame.clean_environment() | {"VLLM_HOTFIX_KEEP_MOE_KERNEL": "1", "VLLM_HOTFIX_STATE_DIR": str(tmp_path)}
+    command = [sys.executable, "-P", "-m", "vllm_hotfix.status", "--import", "--check", "--json"]
+    done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, check=True)
+    data = json.loads(done.stdout)
+    assert data["problems"] == []
+    (patch,) = (one for one in data["patches"] if one["name"] == "keep_moe_kernel")
+    assert patch["state"] == "active"
+    targets = [target.name for target in PATCHES["keep_moe_kernel"].targets]
+    assert patch["reason"] == f"{sum(name in TARGETS for name in targets)} functions wrapped"
