@@ -262,12 +262,10 @@ def render_live(data: Mapping[str, Any]) -> list[str]:
         lines.append(line if len(line) <= WIDTH else line[: WIDTH - 3] + "...")
         for name, patch in process["patches"].items():
             counters = " ".join(f"{key}={value}" for key, value in process["counters"].get(name, {}).items())
-            texts = [_plain(patch["reason"]), counters]
-            if patch["state"] == ACTIVE and counters:
-                texts.pop(0)
-            for number, text in enumerate([text for text in texts if text] or ["-"]):
-                start = " " * 36 if number else f"    {name:<18} {patch['state']:<12} "
-                lines += _fold(start + text, " " * 36)
+            reason = "" if patch["state"] == ACTIVE and counters else _plain(patch["reason"])
+            lines += _fold(f"    {name:<18} {patch['state']:<12} {reason or counters or '-'}", " " * 36)
+            if reason and counters:
+                lines += _fold(" " * 36 + counters, " " * 36)
     lines += [part for one in data["skipped"] for part in _fold(_plain(one), "    ")]
     return lines or _fold(
         f"no running process has written to {data['folder']}: none has a patch turned on, or it has another user, "

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 import torch
-from layers import DEVICE
+from layers import DEVICE, choose, experts_module
 from torch.nn import functional
 
 FUSED_MOE = "vllm.model_executor.layers.fused_moe"
@@ -37,22 +37,9 @@ BACKENDS = {
 }
 
 
-def experts_module(backend: str) -> ModuleType:
-    """Return the module that has the release's own experts of a backend."""
-    name, *places = BACKENDS[backend]
-    for place in places:
-        try:
-            module = importlib.import_module(f"{FUSED_MOE}.{place}")
-        except ImportError:
-            continue
-        if hasattr(module, name):
-            return module
-    raise LookupError(name)
-
-
 def experts_class(backend: str) -> Any:
     """Return the release's own experts of a backend."""
-    return getattr(experts_module(backend), BACKENDS[backend][0])
+    return getattr(experts_module(*BACKENDS[backend]), BACKENDS[backend][0])
 
 
 def quantize(
@@ -207,10 +194,7 @@ def install(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
     from vllm.model_executor.layers.quantization.utils import quant_utils
 
-    for other in BACKENDS:
-        answer = (True, None) if other == backend else (False, "another backend is tested")
-        experts = experts_class(other)
-        monkeypatch.setattr(experts, "is_supported_config", staticmethod(lambda *args, a=answer: a), raising=False)
+    choose(monkeypatch, BACKENDS, backend)
     monkeypatch.setattr(_custom_ops, "scaled_fp8_quant", quantize)
     module = importlib.import_module(f"{FUSED_MOE}.experts.cutlass_moe")
     for name in ("run_cutlass_moe_fp8", "run_cutlass_moe_w4a8_fp8"):
@@ -234,7 +218,9 @@ def install(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
         CompressedTensorsConfig, "_is_fp8_w4a8_sm90", staticmethod(CompressedTensorsConfig._is_fp8_w4a8)
     )
     monkeypatch.setattr(experts_class("TRITON"), "apply", triton)
-    monkeypatch.setattr(experts_module("FLASHINFER_CUTLASS"), "flashinfer_cutlass_fused_moe", flashinfer_cutlass)
+    monkeypatch.setattr(
+        experts_module(*BACKENDS["FLASHINFER_CUTLASS"]), "flashinfer_cutlass_fused_moe", flashinfer_cutlass
+    )
     library = {name: ModuleType(name) for name in ("flashinfer", "flashinfer.fused_moe", "flashinfer.fused_moe.core")}
     for name, one in library.items():
         monkeypatch.setitem(sys.modules, name, one)

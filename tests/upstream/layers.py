@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import inspect
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import vllm.platforms
 from torch import nn
@@ -328,22 +331,38 @@ def put_moe(
     model.add_module(prefix, make(**accepted(make, **options)))
 
 
+def experts_module(name: str, *places: str) -> ModuleType:
+    """Return the module that has the release's own experts of this name: one of these, in one release or another."""
+    for place in places:
+        try:
+            module = importlib.import_module(f"vllm.model_executor.layers.fused_moe.{place}")
+        except ImportError:
+            continue
+        if hasattr(module, name):
+            return module
+    raise LookupError(name)
+
+
+def choose(patch: pytest.MonkeyPatch, backends: Mapping[str, tuple[str, ...]], backend: str) -> None:
+    """Let vLLM's own choice of a backend fall on this one: of these experts only its say that they run here."""
+    for other, (name, *places) in backends.items():
+        answer = (True, None) if other == backend else (False, "another backend is tested")
+        experts = getattr(experts_module(name, *places), name)
+        patch.setattr(experts, "is_supported_config", staticmethod(lambda *args, a=answer: a), raising=False)
+
+
 def triton_experts() -> Any:
     """Return the experts that process ModelOpt weights on any device; only their forward pass needs a GPU.
 
     No experts for these formats say that they run on a CPU, so a test answers that one question for this class.
     """
-    try:
-        from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
-    except ImportError:
-        from vllm.model_executor.layers.fused_moe.fused_moe import TritonExperts
-    return TritonExperts
+    return experts_module("TritonExperts", "experts.triton_moe", "fused_moe").TritonExperts
 
 
 def experts_of(model: nn.Module, prefix: str = "moe") -> tuple[str, Any]:
     """Return the name of the module in `prefix` that holds expert parameters, and the module."""
     named = model.get_submodule(prefix).named_modules(prefix=prefix)
-    return next((name, module) for name, module in named if hasattr(module, "w13_weight_scale"))
+    return next((name, one) for name, one in named if any(key.startswith("w13_") for key in one._parameters))
 
 
 def moe_stream(model: nn.Module, seed: int, input_scales: torch.Tensor, prefix: str = "moe") -> list[Piece]:

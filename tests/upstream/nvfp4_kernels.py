@@ -10,8 +10,6 @@ wrong scale could hide.
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import sys
 from enum import IntEnum
 from types import ModuleType
@@ -19,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from layers import DEVICE
+from layers import DEVICE, experts_module
 from torch import Tensor
 
 #: The experts of each backend, in the module of one release or another.
@@ -38,20 +36,7 @@ COMPUTING = [backend for backend in BACKENDS if backend != "EMULATION"]
 
 def experts_class(backend: str) -> Any:
     """Return the release's own experts of a backend."""
-    name, *places = BACKENDS[backend]
-    for place in places:
-        with contextlib.suppress(ImportError):
-            return getattr(importlib.import_module(f"vllm.model_executor.layers.fused_moe.{place}"), name)
-    raise LookupError(name)
-
-
-def choose(patch: pytest.MonkeyPatch, backend: str) -> None:
-    """Let vLLM's own choice of a backend fall on this one: only its experts say that they run here."""
-    for other in BACKENDS:
-        answer = (True, None) if other == backend else (False, "another backend is tested")
-        patch.setattr(
-            experts_class(other), "is_supported_config", staticmethod(lambda *args, a=answer: a), raising=False
-        )
+    return getattr(experts_module(*BACKENDS[backend]), BACKENDS[backend][0])
 
 
 class ActivationType(IntEnum):
@@ -89,9 +74,9 @@ def stand_in(patch: pytest.MonkeyPatch) -> None:
         ("VLLM_CUTLASS", "run_cutlass_moe_fp4", cutlass),
         ("MARLIN", "fused_marlin_moe", marlin),
     ):
-        patch.setattr(sys.modules[experts_class(backend).__module__], name, function)
+        patch.setattr(experts_module(*BACKENDS[backend]), name, function)
     # A kernel of its own in 0.20.0 to 0.29.0; later releases hand both on as they are.
-    trtllm_module = sys.modules[experts_class("FLASHINFER_TRTLLM").__module__]
+    trtllm_module = experts_module(*BACKENDS["FLASHINFER_TRTLLM"])
     patch.setattr(trtllm_module, "trtllm_moe_pack_topk_ids_weights", lambda *both: both, raising=False)
     if DEVICE.type == "cpu":
         patch.setattr(Tensor, "cuda", lambda self, *args, **options: self)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 import vllm_hotfix
 from vllm_hotfix._catalog import CATALOG
-from vllm_hotfix._record import RECORD
+from vllm_hotfix._record import RECORD, logger
 
 
 @contextlib.contextmanager
@@ -37,3 +38,19 @@ def state_of(name: str) -> tuple[str, str]:
 def counters(name: str) -> dict[str, int]:
     """Return a patch's counters."""
     return RECORD.counters.get(name, {})
+
+
+@contextlib.contextmanager
+def hearing(level: int = logging.WARNING) -> Iterator[list[str]]:
+    """Collect what the package logs, from a level on; the tests have vLLM's own logger at ERROR."""
+    heard: list[str] = []
+    handler = logging.Handler(level)
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    before = logger.level
+    logger.setLevel(min(level, logging.WARNING))
+    logger.addHandler(handler)
+    try:
+        yield heard
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)

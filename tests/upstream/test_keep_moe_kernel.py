@@ -20,9 +20,9 @@ import nvfp4_kernels
 import pytest
 import torch
 from graphs import Graph, discard
-from layers import DEVICE, Host, Piece, Probe, accepted, experts_of, put_moe
+from layers import DEVICE, Host, Piece, Probe, accepted, choose, experts_of, put_moe
 from packaging.version import Version
-from patching import counters, state_of, switched_on
+from patching import counters, hearing, state_of, switched_on
 from torch import Tensor, nn
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.platforms import current_platform
@@ -215,7 +215,7 @@ class Engine:
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Let vLLM choose this backend, and its kernels run here."""
     nvfp4_kernels.stand_in(monkeypatch)
-    nvfp4_kernels.choose(monkeypatch, request.param)
+    choose(monkeypatch, nvfp4_kernels.BACKENDS, request.param)
     return request.param
 
 
@@ -471,13 +471,8 @@ def test_models_of_one_process_are_apart(engine: Engine, patched: None) -> None:
 @pytest.fixture
 def errors() -> Iterator[list[str]]:
     """The errors that this package logs."""
-    heard: list[str] = []
-    handler = logging.Handler(logging.ERROR)
-    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("vllm.hotfix")
-    log.addHandler(handler)
-    yield heard
-    log.removeHandler(handler)
+    with hearing(logging.ERROR) as heard:
+        yield heard
 
 
 def check_stale(errors: list[str], words: str) -> None:

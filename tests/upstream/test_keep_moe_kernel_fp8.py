@@ -16,11 +16,10 @@ import fp8_kernels
 import graphs
 import pytest
 import torch
-from layers import DEVICE, Host, Piece, Probe, Unwritten, accepted
+from layers import DEVICE, Host, Piece, Probe, Unwritten, accepted, experts_of, put_moe
 from packaging.version import Version
 from patching import counters, state_of, switched_on
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.model_executor.layers.fused_moe import layer as fused_moe
 from vllm.v1.worker.workspace import init_workspace_manager, reset_workspace_manager
 
 NAME = "keep_moe_kernel"
@@ -136,11 +135,9 @@ class Engine:
         self._strides_of_the_method = backend == "W4A8_CUTLASS" and Version("0.22") > RELEASE
 
     def _build(self, model: Probe, config: VllmConfig) -> None:
-        make = getattr(fused_moe, "FusedMoEFactory", None) or fused_moe.FusedMoE
         hidden, inner = SIZES.get(self.backend, (64, 48))
-        sizes = {"num_experts": EXPERTS, "top_k": TOP_K, "hidden_size": hidden, "intermediate_size": inner}
-        model.moe = make(**sizes, params_dtype=torch.bfloat16, quant_config=self.make(), prefix="moe")
-        self.layer, module = experts_in(model)
+        put_moe(model, self.make(), EXPERTS, size=hidden, intermediate_size=inner)
+        self.layer, module = experts_of(model)
         self.shapes = {
             name: (one.shape, one.dtype)
             for name, one in module.named_parameters(recurse=False)
@@ -192,12 +189,6 @@ class Engine:
             self.host.reload(loaded.model, self.checkpoint(seed))
 
 
-def experts_in(model: Any) -> tuple[str, Any]:
-    """Return the name of the module that holds expert weights, and the module."""
-    named = model.named_modules()
-    return next((name, one) for name, one in named if any(key.startswith("w13") for key in one._parameters))
-
-
 @contextlib.contextmanager
 def alive() -> Iterator[list[torch.Tensor]]:
     """Collect every tensor that was made inside and lives at the end: all that is in the pool of the weights."""
@@ -221,7 +212,7 @@ class Model:
         # vLLM keeps buffers over a sleep.
         buffers = [one.data_ptr() for one in model.buffers()]
         self.made = [one for one in made if one.data_ptr() not in buffers]
-        self.module = experts_in(model)[1]
+        self.module = experts_of(model)[1]
         self.method = self.module.quant_method
         generator = torch.Generator().manual_seed(0)
         self.tokens = torch.randn(TOKENS, self.module.hidden_size, generator=generator).to(DEVICE, torch.bfloat16)

@@ -16,7 +16,7 @@ from weakref import ref
 
 import pytest
 import torch
-from patching import counters, state_of
+from patching import counters, hearing, state_of
 from torch import Tensor, nn
 from vllm.config import set_current_vllm_config
 from vllm.config.vllm import get_current_vllm_config_or_none
@@ -549,18 +549,10 @@ def test_outside_a_reload_it_is_stocks() -> None:
 
 
 @pytest.fixture
-def logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def logged() -> Iterator[list[str]]:
     """The warnings and errors that the package logs in a test."""
-    import logging
-
-    heard: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("vllm.hotfix")
-    monkeypatch.setattr(log, "handlers", [*log.handlers, handler])
-    monkeypatch.setattr(log, "level", logging.WARNING)
-    log.manager._clear_cache()  # type: ignore[attr-defined]
-    return heard
+    with hearing() as heard:
+        yield heard
 
 
 # A reload as a whole

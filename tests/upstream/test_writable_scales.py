@@ -7,7 +7,6 @@ stood in for: the experts' answer that they run here, `Tensor.cuda`, and the one
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -18,9 +17,9 @@ from typing import Any
 import nvfp4_kernels
 import pytest
 import torch
-from layers import Host, Piece, Probe, add_moe, experts_of, moe_stream, same, values
+from layers import Host, Piece, Probe, add_moe, choose, experts_of, moe_stream, same, values
 from packaging.version import Version
-from patching import counters, state_of, switched_on
+from patching import counters, hearing, state_of, switched_on
 from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.fused_moe.oracle import nvfp4
@@ -54,7 +53,7 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(params=SHARING)
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Let vLLM's own choice of a backend fall on this one."""
-    nvfp4_kernels.choose(monkeypatch, request.param)
+    choose(monkeypatch, nvfp4_kernels.BACKENDS, request.param)
     return request.param
 
 
@@ -268,19 +267,9 @@ def test_an_error_is_one_warning_and_stock(engine: Engine, patched: None, monkey
         raise LookupError("injected")
 
     monkeypatch.setattr(writable_scales, "_overlaps", fail)
-    heard: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("vllm.hotfix")
-    level = log.level
-    log.setLevel(logging.WARNING)  # the tests have vLLM's own at ERROR
-    log.addHandler(handler)
-    try:
+    with hearing() as heard:
         for _ in range(2):
             model = engine.load(1, OLD)
-    finally:
-        log.removeHandler(handler)
-        log.setLevel(level)
     assert {shared.stride() for shared in input_scales(model)} == {(1,) if FIXED else (0,)}
     assert len(heard) == (0 if FIXED else 1)
     assert all("writable_scales" in line and "LookupError: injected" in line for line in heard)

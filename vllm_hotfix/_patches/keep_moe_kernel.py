@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
+    #: A module's parameters or buffers; it may have a name for one that it has not.
+    _Tensors = Mapping[str, Tensor | None]
+
 _LAYERWISE = "vllm.model_executor.model_loader.reload.layerwise"
 _MOE = "vllm.model_executor.layers.fused_moe"
 _QUANTIZATION = "vllm.model_executor.layers.quantization"
@@ -206,7 +209,7 @@ class _Refresh:
         _Other: a parameter has another shape or dtype than at the first load.
     """
 
-    def __init__(self, layer: Module, parameters: dict[str, Tensor], buffers: dict[str, Tensor]) -> None:
+    def __init__(self, layer: Module, parameters: _Tensors, buffers: _Tensors) -> None:
         if differs := _differs(layer, parameters):
             raise _Other(differs)
         self.layer = layer
@@ -309,11 +312,11 @@ class _Refresh:
             vars(self.layer)[name] = self._kept_by_fresh.get(id(value), value)
 
 
-def _differs(layer: Module, parameters: dict[str, Tensor]) -> str:
+def _differs(layer: Module, parameters: _Tensors) -> str:
     """The first parameter that has another shape or dtype than at the first load; empty if there is none."""
     for name, first in parameters.items():
         now = layer._parameters.get(name)
-        if now is not None and (now.shape, now.dtype) != (first.shape, first.dtype):
+        if now is not None and first is not None and (now.shape, now.dtype) != (first.shape, first.dtype):
             return f"{name} is {_form(now)} now and was {_form(first)}"
     return ""
 
@@ -349,7 +352,7 @@ def _is_of_others(one: Any) -> bool:
     return not _is_of_the_engine(one) and type(one).__module__.partition(".")[0] not in sys.stdlib_module_names
 
 
-def _by_storage(tensors: Mapping[str, Tensor | None]) -> dict[int, set[str]]:
+def _by_storage(tensors: _Tensors) -> dict[int, set[str]]:
     found: dict[int, set[str]] = {}
     for name, one in tensors.items():
         if one is not None and _storage(one):
@@ -463,10 +466,7 @@ def _look_at(layer: Module) -> None:
         kernel = now.get("moe_kernel")
         if kernel is before["moe_kernel"] or _keeps_memory(kernel):
             return
-        parameters, buffers = (
-            {k: v for k, v in some.items() if v is not None} for some in (layer._parameters, layer._buffers)
-        )
-        refresh = _Refresh(layer, parameters, buffers)
+        refresh = _Refresh(layer, layer._parameters, layer._buffers)
         refresh.compare(before, now)
         differs = ", ".join(refresh.owned)
     except Exception as error:
