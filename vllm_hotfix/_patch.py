@@ -73,6 +73,8 @@ class Patch:
         requires: names of patches that this one turns on with it.
         since: first release with the fault.
         fixed_in: first release without it, None if there is none.
+        symptoms: regular expressions of what the drill shows of the fault: after the load format and a colon, the path
+            of a tensor that differs, or a reload's error.
         traced: whether a target is traced by torch.compile, so that its gate belongs into vLLM's cache key.
     """
 
@@ -87,6 +89,7 @@ class Patch:
     requires: tuple[str, ...] = ()
     since: str = "0.20.0"
     fixed_in: str | None = None
+    symptoms: tuple[str, ...] = ()
     traced: bool = False
 
     @property

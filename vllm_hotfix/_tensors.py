@@ -44,12 +44,10 @@ def walk(roots: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Tensor]]:
         roots: names and objects, such as a model. A root's own path is its name, which may be empty.
     """
     roots = list(roots)
-    modules = {
-        id(module): _join(name, path)
-        for name, root in roots
-        if isinstance(root, Module)
-        for path, module in root.named_modules()
-    }
+    modules: dict[int, str] = {}
+    for name, root in roots:
+        for path, module in root.named_modules() if isinstance(root, Module) else ():
+            modules.setdefault(id(module), _join(name, path))
     seen: set[int] = set()
     #: Objects that an attribute makes anew: kept, or the next one could have the identity of one seen.
     keep: list[Any] = []

@@ -89,6 +89,7 @@ PATCH = Patch(
         f"{_LAYERWISE}:_place_kernel_tensors",
     ),
     requires=("writable_scales",),
+    symptoms=(r"\.(moe_kernel|moe_quant_config)\b", r"quant_method\.\w*strides"),
 )
 
 #: Where the classes are defined whose objects belong to the whole engine.

@@ -64,6 +64,7 @@ PATCH = Patch(
         f"{_LAYERWISE}:_place_kernel_tensors",
         f"{_LAYERWISE}:_wrap_parameters_weight_loader",
     ),
+    symptoms=(r"\.experts(\.routed_experts)?\.w(13|2)_\w+$",),
 )
 
 #: For each layer, the loader calls of its first load by tensor name; a measured model is a key too. Weak: a freed

@@ -37,6 +37,7 @@ PATCH = Patch(
         Target(f"{_PREPARE}:prepare_nvfp4_moe_layer_for_flashinfer_cutedsl", "prepare"),
     ),
     fixed_in="0.27.0",
+    symptoms=("more than one element of the written-to tensor",),
 )
 
 
