@@ -28,7 +28,7 @@ _OWN: Final = frozenset(("_parameters", "_buffers", "_modules", "__dict__", "__w
 
 #: Elements of a chunk: 16 MiB of a tensor, for which a digest takes four times as much memory.
 _CHUNK: Final = 4 << 20
-_SEED: Final = 0x5EED
+_ODD: Final = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB)
 #: Two 4-bit numbers in a byte, none of them NaN.
 _NO_NAN: Final = (getattr(torch, "float4_e2m1fn_x2", None),)
 
@@ -178,11 +178,19 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 def _sum(chunk: Tensor, weights: dict[torch.device, Tensor]) -> Tensor:
     """The sum of a chunk's numbers, each with the weight of its place, in 64 bits that wrap around."""
-    if chunk.device not in weights:
-        generator = torch.Generator().manual_seed(_SEED)
-        made = torch.randint(-(1 << 63), (1 << 63) - 1, (_CHUNK,), generator=generator)
-        weights[chunk.device] = made.to(chunk.device) | 1
-    return torch.sum(chunk * weights[chunk.device][: chunk.numel()])
+    known = weights.get(chunk.device)
+    if known is None or known.numel() < chunk.numel():
+        known = weights[chunk.device] = _random(chunk.numel(), chunk.device)
+    return torch.sum(chunk * known[: chunk.numel()])
+
+
+def _random(number: int, device: torch.device) -> Tensor:
+    """Odd 64-bit numbers without pattern, the same on every device."""
+    numbers = torch.arange(1, number + 1, device=device) * _ODD[0]
+    for factor in _ODD[1:]:
+        numbers ^= (numbers >> 29) & ((1 << 35) - 1)
+        numbers *= factor
+    return numbers ^ (numbers >> 32) | 1
 
 
 def _to_host(sums: list[Tensor]) -> dict[int, int]:

@@ -229,7 +229,6 @@ def _events(plan: dict[str, Any], log: Path) -> Iterator[dict[str, Any]]:
     """
     reading, writing = os.pipe()
     command = [sys.executable, "-m", "vllm_hotfix._drill.engine", str(writing), json.dumps(plan)]
-    ended = True
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
@@ -240,22 +239,25 @@ def _events(plan: dict[str, Any], log: Path) -> Iterator[dict[str, Any]]:
             env=_environment(),
             start_new_session=True,
         )
+    number, started = 0, False
+    failure: dict[str, Any] | None = None
     try:
         os.close(writing)
-        number = 0
         with os.fdopen(reading) as stream:
             for line in stream:
                 event: dict[str, Any] = json.loads(line)
                 if "done" in event:
                     return
                 if "error" in event:
-                    raise NotDone(_failure(event, log))
+                    failure = event
+                    break
+                started = True
                 number = event["round"]["number"] if "round" in event else number
                 yield event
-        ended = False
-        raise NotDone(_failure({"error": _ending(process), "generic": True, "round": number + 1}, log))
     finally:
-        _end(process, gently=ended)
+        _end(process)
+    failure = failure or {"error": _ending(process), "generic": True, "round": number + 1 if started else 0}
+    raise NotDone(_failure(failure, log))
 
 
 def _environment() -> dict[str, str]:
@@ -267,15 +269,15 @@ def _environment() -> dict[str, str]:
 
 
 def _ending(process: subprocess.Popen[bytes]) -> str:
-    status = process.wait()
+    status = process.returncode
     how = f"by signal {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
     return f"its process ended {how}"
 
 
-def _end(process: subprocess.Popen[bytes], *, gently: bool) -> None:
+def _end(process: subprocess.Popen[bytes]) -> None:
     """End the engine's processes: they get ten seconds to leave nothing behind, then they are killed."""
     try:
-        if gently and process.poll() is None:
+        if process.poll() is None:
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(10)

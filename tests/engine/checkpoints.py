@@ -135,6 +135,21 @@ def write(folder: Path | str, seed: int, order: Order = "layers") -> Path:
     return folder
 
 
+def write_dense(folder: Path | str, seed: int) -> Path:
+    """Write a Qwen3 checkpoint without experts into a new folder and return its path; its MLP is a first expert."""
+    folder = Path(folder)
+    folder.mkdir(parents=True)
+    kept = {
+        name.replace("experts.0.", ""): tensor
+        for name, tensor in tensors(seed)
+        if "mlp" not in name or "experts.0." in name
+    }
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    dense = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "intermediate_size": EXPERT_SIZE}
+    (folder / "config.json").write_text(json.dumps({**CONFIG, **dense}, indent=1))
+    return folder
+
+
 def write_all(root: Path | str) -> dict[str, str]:
     """Write A and B in every order below a folder; return their folders by names such as ``A-layers``."""
     named = [(f"{name}-{order}", seed, order) for name, seed in SEEDS.items() for order in ORDERS]

@@ -21,6 +21,7 @@ from .report import Difference, Digest, Digests, Round, addressed_by, as_json, c
 _EXTENSION: Final = "vllm_hotfix._drill.worker.Extension"
 _PROMPTS: Final = (5, 11, 17, 23)  # tokens of each
 _NEW: Final = 16
+_WRITTEN: Final = "a forward pass writes it: if it is scratch, name it with --scratch"
 
 
 class Refused(Exception):
@@ -73,12 +74,15 @@ class Drill:
         return [{path: Digest(*one) for path, one in worker["tensors"].items()} for worker in workers], left_out
 
     def generate(self) -> list[list[int]]:
-        """Greedy tokens of each prompt, none of them out of an earlier run's cache."""
+        """Greedy tokens of each prompt, none of them out of an earlier run's cache.
+
+        One prompt at a time: how an engine batches what reaches it is chance, and kernels round by the batch.
+        """
         from vllm import SamplingParams
 
         self.llm.reset_prefix_cache()
         sampling = SamplingParams(temperature=0, max_tokens=_NEW, ignore_eos=True, detokenize=False)
-        outputs = self.llm.generate(self.prompts, sampling, use_tqdm=False)
+        outputs = [self.llm.generate([prompt], sampling, use_tqdm=False)[0] for prompt in self.prompts]
         return [list(output.outputs[0].token_ids) for output in outputs]
 
     def round(self, number: int) -> Round:
@@ -106,8 +110,10 @@ class Drill:
         this.digest = self.digest
         for rank, (fresh, left, now) in enumerate(zip(self.fresh, before, after, strict=True)):
             this.tensors += len(fresh)
-            for path, (how, values) in compare(fresh, left, now).items():
-                this.differences.append(Difference(path, rank, how, values))
+            found = compare(fresh, left, now)
+            # Equal or not: what a pass writes is not what the load has made.
+            found.update(dict.fromkeys(self.written[rank], (_WRITTEN, True)))
+            this.differences += [Difference(path, rank, how, values) for path, (how, values) in found.items()]
         self.explain(this)
         this.tokens = self.judge_tokens()
         this.memory = [json.loads(one)["used"] for one in self.llm.collective_rpc("hotfix_state")]
@@ -120,9 +126,7 @@ class Drill:
         words = [json.loads(one) for one in seen]
         for one in this.differences:
             one.patch = addressed_by(f"{self.loader}: {one.path}", self.states)
-            if one.path in self.written[one.rank]:
-                one.how += "; a forward pass writes it: if it is scratch, name it with --scratch"
-            elif one.values and one.path in words[one.rank]:
+            if one.values and one.how != _WRITTEN and one.path in words[one.rank]:
                 one.how = f"{words[one.rank][one.path]}: {one.how}"
 
     def judge_tokens(self) -> str:
