@@ -90,6 +90,21 @@ def quantize_fp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (values[..., ::2] | values[..., 1::2] << 4).to(torch.uint8), (power.squeeze(-1) + 127).to(torch.uint8)
 
 
+def fp8_config() -> Any:
+    """Return what `quantization="fp8"` is for a checkpoint that is not quantized."""
+    from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+
+    config = Fp8Config()
+    if not config.is_checkpoint_fp8_serialized:
+        return config
+    # Later releases have another one for that.
+    from vllm.config.quantization import QuantizationConfigArgs, QuantSpec
+    from vllm.model_executor.layers.quantization.online.base import OnlineQuantizationConfig
+    from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8StaticTensorSym
+
+    return OnlineQuantizationConfig(QuantizationConfigArgs(linear=QuantSpec(weight=kFp8StaticTensorSym)))
+
+
 class Engine:
     """A model of one MLA layer, bfloat16, whose derived weights are of one kind."""
 
@@ -130,11 +145,7 @@ class Engine:
         )
 
     def _build(self, model: Probe, config: VllmConfig) -> None:
-        quant_config = None
-        if self.kind == "fp8":
-            from vllm.model_executor.layers.quantization.fp8 import Fp8Config
-
-            quant_config = Fp8Config()
+        quant_config = fp8_config() if self.kind == "fp8" else None
         dtype = torch.float32 if self.kind == "of another dtype" else torch.bfloat16
         model.kv_b_proj = ColumnParallelLinear(
             RANK, HEADS * (NOPE + V), bias=False, params_dtype=dtype, quant_config=quant_config, prefix="kv_b_proj"

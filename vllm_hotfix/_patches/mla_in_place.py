@@ -141,5 +141,4 @@ def _give_up(layer: Module, why: str) -> None:
     reason = f"{name}: {why}; CUDA graphs that were captured before no longer match, restart vLLM"
     RECORD.stale(PATCH.name, reason)
     if strict():
-        RECORD.save()
         raise HotfixError(f"vllm-hotfix: {STRICT} is set and {PATCH.name}: {reason}")
