@@ -276,9 +276,9 @@ def stand_in(layer: nn.Module, monkeypatch: pytest.MonkeyPatch, **made: torch.Te
 
 
 def test_what_was_no_tensor_of_this_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was not there, was None or a meta tensor cannot have been captured: stock's tensors stay, without a word."""
+    """What was not there, was no tensor or a meta tensor cannot have been captured: stock's stay, without a word."""
     layer = nn.Module()
-    layer.W_UV, layer.W_K = None, torch.empty(3, device="meta")
+    layer.W_UV, layer.W_K, layer.W_K_scale = None, torch.empty(3, device="meta"), 1.0
     made = {name: torch.rand(3) for name in mla_layers.DERIVED}
     with hearing() as heard:
         assert stand_in(layer, monkeypatch, **made) == {}
@@ -299,24 +299,35 @@ def test_parameters_and_what_else_is_set(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_memory_of_the_first_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fresh view of the very memory, as an unquantized weight gives, is let be; any other is copied."""
+    """A fresh view of the very memory, as an unquantized weight gives, is let be; one with another stride is copied."""
     memory = torch.arange(6.0)
     layer = nn.Module()
     layer.W_UV, layer.W_UK_T, layer.W_K = memory[:2], memory[2:4], memory[4:]
-    fresh, behind, reversed_ = memory[:2], torch.tensor([7.0, 8.0]), torch.tensor([[1.0, 2.0]]).t()[:, 0]
-    counted = stand_in(layer, monkeypatch, W_UV=fresh, W_UK_T=behind, W_K=reversed_)
+    apart = torch.tensor([[7.0, 0.0], [8.0, 0.0]])[:, 0]
+    counted = stand_in(layer, monkeypatch, W_UV=memory[:2], W_UK_T=memory[2:3].expand(2), W_K=apart)
     assert counted == {"tensors_in_place": 1, "tensors_refreshed": 2}
-    assert memory.tolist() == [0, 1, 7, 8, 1, 2]
+    assert memory.tolist() == [0, 1, 2, 2, 7, 8]
 
 
-def test_a_tensor_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where stock has set something else, that is said like any other change."""
+@pytest.mark.parametrize(
+    ("fresh", "why"),
+    [
+        (lambda first: None, "W_UV is no tensor any more"),
+        (lambda first: first[:2], "W_UV is 2 float32 on cpu now and was 3 float32 on cpu"),
+        (lambda first: first.view(torch.int32), "W_UV is 3 int32 on cpu now and was 3 float32 on cpu"),
+        (lambda first: first.to("meta"), "W_UV is 3 float32 on meta now and was 3 float32 on cpu"),
+    ],
+    ids=["gone", "shorter", "other dtype", "other device"],
+)
+def test_what_another_tensor_is(fresh: Any, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stock has set that is no new value of the first tensor stays, and is named, also in the same memory."""
     layer = nn.Module()
-    layer.W_UV = torch.zeros(3)
+    layer.W_UV = first = torch.zeros(3)
+    other = fresh(first)
     with hearing() as heard:
-        assert stand_in(layer, monkeypatch, W_UV=None) == {"layers_replaced": 1}
-    assert ["W_UV is no tensor any more" in line for line in heard] == [True]
-    assert layer.W_UV is None
+        assert stand_in(layer, monkeypatch, W_UV=other) == {"layers_replaced": 1}
+    assert [line.endswith(why) for line in heard] == [True]
+    assert layer.W_UV is other
 
 
 # What is said, and how it ends

@@ -103,7 +103,7 @@ def _refresh(layer: Module, first: dict[str, Tensor]) -> None:
         fresh = getattr(layer, name, None)
         if not isinstance(fresh, _tensor()):
             raise _Other(f"{name} is no tensor any more")
-        if fresh is kept or _place(fresh) == _place(kept):
+        if _place(fresh) == _place(kept):
             RECORD.count(PATCH.name, "tensors_in_place")
         elif _form(fresh) != _form(kept):
             raise _Other(f"{name} is {_form(fresh)} now and was {_form(kept)}")
@@ -117,7 +117,7 @@ def _refresh(layer: Module, first: dict[str, Tensor]) -> None:
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
     """Which memory a tensor is, and how it looks at it."""
-    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _form(tensor: Tensor) -> str:
