@@ -137,7 +137,7 @@ def _give_up(layer: Module, why: str) -> None:
     config = getattr(getattr(layer, "_vllm_config", None), "model_config", None)
     if getattr(config, "enforce_eager", False):
         return
-    name = getattr(layer, "layer_name", "") or type(layer).__name__
+    name = getattr(layer, "layer_name", "MLAAttention")
     reason = f"{name}: {why}; CUDA graphs that were captured before no longer match, restart vLLM"
     RECORD.stale(PATCH.name, reason)
     if strict():
