@@ -32,6 +32,7 @@ COMPRESSED = f"{QUANTIZATION}.compressed_tensors.compressed_tensors_moe.compress
 TARGET_MODULES = (
     f"{RELOAD}.layerwise",
     "vllm.model_executor.model_loader.base_loader",
+    "vllm.model_executor.layers.attention.mla_attention",
     f"{QUANTIZATION}.utils.flashinfer_fp4_moe",
     f"{QUANTIZATION}.modelopt",
     f"{QUANTIZATION}.fp8",
