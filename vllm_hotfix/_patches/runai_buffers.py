@@ -83,6 +83,7 @@ def _known(iterator: Any) -> Iterator[Any]:
                 yield item
     finally:
         _streams.remove(stream)
+        RECORD.save()
 
 
 def _concerned() -> bool:
