@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from ._patch import Patch
-from ._patches import keep_moe_kernel, measured_totals, pinned_staging, runai_buffers, runai_reload, writable_scales
+from ._patches import (
+    keep_moe_kernel,
+    marlin_workspace,
+    measured_totals,
+    pinned_staging,
+    runai_buffers,
+    runai_reload,
+    writable_scales,
+)
 
 CATALOG: tuple[Patch, ...] = (
     # Both wrap one function, and what the outer one, pinned_staging, yields is none of the inner one's business.
@@ -13,4 +21,5 @@ CATALOG: tuple[Patch, ...] = (
     writable_scales.PATCH,
     keep_moe_kernel.PATCH,
     runai_reload.PATCH,
+    marlin_workspace.PATCH,
 )
