@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 from ._patch import Patch
-from ._patches import keep_moe_kernel, measured_totals, mla_in_place, pinned_staging, writable_scales
+from ._patches import (
+    keep_moe_kernel,
+    marlin_workspace,
+    measured_totals,
+    mla_in_place,
+    pinned_staging,
+    runai_buffers,
+    runai_reload,
+    writable_scales,
+)
 
 CATALOG: tuple[Patch, ...] = (
+    # Both wrap one function, and what the outer one, pinned_staging, yields is none of the inner one's business.
+    runai_buffers.PATCH,
     pinned_staging.PATCH,
+    runai_reload.PATCH,
     measured_totals.PATCH,
     writable_scales.PATCH,
     keep_moe_kernel.PATCH,
     mla_in_place.PATCH,
+    marlin_workspace.PATCH,
 )
