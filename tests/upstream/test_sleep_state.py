@@ -8,6 +8,7 @@ sparse attention with its real metadata builder, and sleeps and wakes. On the CP
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 import os
 from collections.abc import Callable, Iterator
@@ -128,7 +129,7 @@ class Engine:
 
     def content(self) -> dict[int, bytes]:
         """What is in the device's memory, by address; the KV cache is left out."""
-        kept = {one.data_ptr(): bytes(one) for one in self.memory.storages}
+        kept = {one.data_ptr(): ctypes.string_at(one.data_ptr(), one.nbytes()) for one in self.memory.storages}
         del kept[self.kv_cache.data_ptr()]
         return kept
 
@@ -184,7 +185,7 @@ def test_what_is_made_beside_the_kv_cache_outlasts_a_sleep(
     after = engine.content()
     lost = [address for address, content in before.items() if after[address] != content]
     assert bool(lost) == (side == "stock" and not FIXED)
-    assert not any(bytes(engine.kv_cache))
+    assert not torch.empty(0, dtype=torch.uint8).set_(engine.kv_cache).any()
 
 
 def test_sparse_attention_counts_right_after_a_sleep(make: Callable[..., Engine], side: str) -> None:
@@ -195,7 +196,7 @@ def test_sparse_attention_counts_right_after_a_sleep(make: Callable[..., Engine]
     engine = make().initialize()
     assert engine.expanded() == EXPANDED
     engine.sleep()
-    assert engine.expanded() == ([8, 8, 8, 7, 5, 5, 5, 5] if side == "stock" and not FIXED else EXPANDED)
+    assert engine.expanded() == ([8, 8, 8, 4, 5, 5, 5, 5] if side == "stock" and not FIXED else EXPANDED)
 
 
 def test_the_second_runners_graphs_find_its_block_tables(make: Callable[..., Engine], side: str) -> None:
@@ -206,8 +207,8 @@ def test_the_second_runners_graphs_find_its_block_tables(make: Callable[..., Eng
     """
     engine = make(RUNNERS["v2"]).initialize()
     tables: BlockTables = engine.runner.block_tables
-    read = (
-        lambda: torch.cat([tables.block_table_ptrs.view(torch.int64), tables.input_block_table_ptrs.view(torch.int64)])
+    read = lambda: (
+        torch.cat([tables.block_table_ptrs.view(torch.int64), tables.input_block_table_ptrs.view(torch.int64)])
         + tables.block_table_strides
         + tables.block_sizes_tensor
     )
@@ -227,11 +228,11 @@ def test_a_wake_up_in_two_steps(make: Callable[..., Engine], generation: type, p
     engine = make(generation).initialize()
     before = engine.content()
     engine.worker.sleep(2)
-    if Version(RELEASE) < Version("0.32"):  # where a sleep offloads it
+    if Version(RELEASE) < Version("0.32"):  # from there on a sleep offloads it
         assert engine.content() == before
     for tag in ("weights", "kv_cache"):
         engine.worker.wake_up([tag])
-        assert engine.content() == before
+        assert engine.content().items() >= before.items()
 
 
 # The cure
@@ -273,7 +274,7 @@ def test_a_profiling_run_has_no_pool(make: Callable[..., Engine], patched: None)
     with set_current_vllm_config(engine.config):
         engine.runner.initialize_kv_cache(engine.kv_config, is_profiling=True)
     assert engine.memory.entered == []
-    assert engine.initialize().memory.entered.count("kv_cache") == 1
+    assert make().initialize().memory.entered.count("kv_cache") == 1
 
 
 @pytest.mark.skipif(FIXED, reason="nothing is wrapped where the release has the fix")
@@ -302,8 +303,8 @@ def test_another_function_in_the_second_runner_is_left_alone(
 ) -> None:
     """If the module of the second runner makes the KV cache by a function of others, it gets stock's pool."""
     real = runner2.init_kv_cache
-    monkeypatch.setattr(runner2, "init_kv_cache", lambda *args, **kwargs: real(*args, **kwargs))
-    with hearing() as heard:
+    with monkeypatch.context() as patch, hearing() as heard:
+        patch.setattr(runner2, "init_kv_cache", lambda *args, **kwargs: real(*args, **kwargs))
         engine = make(RUNNERS["v2"]).initialize()
     assert len(heard) == 1
     assert len(engine.memory.pools["kv_cache"]) > 1

@@ -157,7 +157,8 @@ def renew_pointers(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: d
         for name, new in _tensors(instance).items():
             first = old.get(name)
             if first is not None and first is not new:
-                first.copy_(new)
+                with sys.modules["torch"].inference_mode():  # else torch refuses what was made in it
+                    first.copy_(new)
                 setattr(instance, name, first)
                 kept += 1
         if kept:
