@@ -11,6 +11,7 @@ from ._patches import (
     pinned_staging,
     runai_buffers,
     runai_reload,
+    sleep_state,
     writable_scales,
 )
 
@@ -24,4 +25,5 @@ CATALOG: tuple[Patch, ...] = (
     keep_moe_kernel.PATCH,
     mla_in_place.PATCH,
     marlin_workspace.PATCH,
+    sleep_state.PATCH,
 )
