@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 from ._patch import Patch
-from ._patches import keep_moe_kernel, measured_totals, pinned_staging, writable_scales
+from ._patches import keep_moe_kernel, keep_unloaded, measured_totals, pinned_staging, writable_scales
 
-CATALOG: tuple[Patch, ...] = (pinned_staging.PATCH, measured_totals.PATCH, writable_scales.PATCH, keep_moe_kernel.PATCH)
+CATALOG: tuple[Patch, ...] = (
+    pinned_staging.PATCH,
+    measured_totals.PATCH,
+    writable_scales.PATCH,
+    keep_moe_kernel.PATCH,
+    keep_unloaded.PATCH,
+)
