@@ -5,6 +5,7 @@ from __future__ import annotations
 from ._patch import Patch
 from ._patches import (
     keep_moe_kernel,
+    keep_unloaded,
     marlin_workspace,
     measured_totals,
     mla_in_place,
@@ -25,5 +26,6 @@ CATALOG: tuple[Patch, ...] = (
     keep_moe_kernel.PATCH,
     mla_in_place.PATCH,
     marlin_workspace.PATCH,
+    keep_unloaded.PATCH,
     sleep_state.PATCH,
 )

@@ -31,6 +31,7 @@ QUANTIZATION = "vllm.model_executor.layers.quantization"
 COMPRESSED = f"{QUANTIZATION}.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe"
 TARGET_MODULES = (
     f"{RELOAD}.layerwise",
+    f"{RELOAD}.meta",
     "vllm.model_executor.model_loader.base_loader",
     "vllm.model_executor.layers.attention.mla_attention",
     f"{QUANTIZATION}.utils.flashinfer_fp4_moe",

@@ -39,6 +39,7 @@ PATCH = Patch(
     ),
     relies=("vllm.model_executor.layers.quantization.utils.marlin_utils:marlin_make_workspace_new",),
     fixed_in="0.27.0",
+    symptoms=(r"\.(workspace|g_idx_sort_indices)$",),
 )
 
 

@@ -43,6 +43,7 @@ PATCH = Patch(
         ),
     ),
     fixed_in="0.32.0",
+    symptoms=(r"\.(W_UV|W_UK_T|W_K|W_V)(_scale)?$",),
 )
 
 #: What the function derives from ``kv_b_proj``, in one release or another.

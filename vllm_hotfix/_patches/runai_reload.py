@@ -42,6 +42,7 @@ PATCH = Patch(
     relies=(f"{_LOADER}.get_all_weights", f"{_LOADER}._get_weights_iterator", f"{_LOADER}.load_weights"),
     requires=("runai_buffers",),
     fixed_in="0.32.0",
+    symptoms=("^runai_streamer: .*Model reloading with",),
 )
 
 #: Whether the reload that is going on is one from another path.
