@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from graphs import Graph
-from layers import Derive, Host, Layer, Piece, Probe, same, values
+from layers import Derive, Host, Layer, Piece, Probe, accepted, same, values
 from packaging.version import Version
 from patching import counters, hearing, state_of, switched_on
 from torch import nn
@@ -85,17 +85,18 @@ class Gptq(Derive):
 
     def __init__(self, has_g_idx: bool) -> None:
         """Make the kernel."""
-        config = marlin.MPLinearLayerConfig(
-            full_weight_shape=(SIZE, SIZE),
-            partition_weight_shape=(SIZE, SIZE),
-            weight_type=scalar_types.uint4b8,
-            act_type=torch.float16,
-            group_size=SIZE,
-            zero_points=False,
-            has_g_idx=has_g_idx,
-        )
+        config = {
+            "full_weight_shape": (SIZE, SIZE),
+            "partition_weight_shape": (SIZE, SIZE),
+            "weight_type": scalar_types.uint4b8,
+            "act_type": torch.float16,
+            "group_size": SIZE,
+            "zero_points": False,
+            "has_g_idx": has_g_idx,
+        }
         names = {"w_q_param_name": "qweight", "w_s_param_name": "scales", "w_gidx_param_name": "g_idx"}
-        self.kernel = marlin.MarlinLinearKernel(config, **names)
+        make, kind = marlin.MPLinearLayerConfig, marlin.MarlinLinearKernel
+        self.kernel = kind(make(**accepted(make, **config)), **accepted(kind, **names))
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Convert the layer's weights."""
@@ -150,7 +151,8 @@ def checkpoint(kind: str, seed: int) -> dict[str, torch.Tensor]:
     return found
 
 
-KINDS = ("fp8", "nvfp4", "4 bits", "act order")
+#: Releases from 0.30 on have no activation order, and those from 0.31 on no workspace of a layer's own.
+KINDS = ("fp8", "nvfp4", "4 bits", *(("act order",) if VERSION < Version("0.30") else ()))
 
 
 def load(host: Host, kind: str, seed: int) -> Any:
@@ -175,9 +177,9 @@ def reads(model: Any) -> dict[str, torch.Tensor]:
     layer = model.layer
     holder = layer.quant_method.kernel if hasattr(layer.quant_method, "kernel") else layer
     found = {name: one for name, one in values(layer).items() if one.numel()}
-    found = {name: getattr(layer, name) for name in found} | {"workspace": holder.workspace}
-    order = getattr(layer, "g_idx_sort_indices", None)
-    return found | ({} if order is None or not order.numel() else {"order": order})
+    beside = {"workspace": getattr(holder, "workspace", None), "order": getattr(layer, "g_idx_sort_indices", None)}
+    found = {name: getattr(layer, name) for name in found}
+    return found | {name: one for name, one in beside.items() if one is not None and one.numel()}
 
 
 def kernel(model: Any) -> torch.Tensor:
@@ -224,6 +226,50 @@ def test_a_graph_computes_what_was_reloaded(host: Host, kind: str, side: str) ->
         assert moved <= (set() if FIXED or side == "patched" else {"workspace", "order"})
     kept = 2 if kind == "act order" else 1
     assert counters(NAME) == ({} if FIXED or side == "stock" else {"tensors_kept": 3 * kept})
+
+
+def test_what_replace_parameter_makes_anew_is_copied_back(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With stock, in every release: a reload replaces parameters, and in the end the first ones hold the new values.
+
+    So the fault of vllm-project/vllm#40390 needs more than a reload has: no graph is left with an old parameter.
+    """
+    replaced: list[str] = []
+    stock = marlin_utils_fp8.replace_parameter
+
+    def spy(layer: nn.Module, name: str, new: Any, *args: Any, **kwargs: Any) -> None:
+        replaced.append(name)
+        stock(layer, name, new, *args, **kwargs)
+
+    expected = kernel(load(host, "fp8", 2))
+    model = load(host, "fp8", 1)
+    graph = Graph(lambda: kernel(model))
+    first = dict(model.layer.named_parameters())
+    monkeypatch.setattr(marlin_utils_fp8, "replace_parameter", spy)
+    host.reload(model, stream("fp8", 2))
+    assert replaced == ["weight", "weight_scale"]
+    assert all(one is first[name] for name, one in model.layer.named_parameters())
+    assert torch.equal(graph.replay(), expected)
+
+
+def test_weights_in_the_kernels_format_are_copied(host: Host) -> None:
+    """A reload with `is_checkpoint_format=False` processes nothing and writes to the parameters that are there."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    new = values(load(host, "fp8", 2))
+    model = load(host, "fp8", 1)
+    beside = getattr(model.layer, "workspace", None)
+    first = dict(model.named_parameters())
+    runner: Any = GPUModelRunner.__new__(GPUModelRunner)
+    runner.vllm_config, runner.model_config = host.config, host.config.model_config
+    runner.load_config, runner.lora_config = host.config.load_config, None
+    for name in ("reset_encoder_cache", "reset_mm_cache", "reset_lora_state"):
+        setattr(runner, name, lambda: None)
+    runner.get_model = lambda: model
+    with torch.no_grad():
+        runner.reload_weights(iter(new.items()), is_checkpoint_format=False)
+    assert same(values(model), new)
+    assert all(one is first[name] for name, one in model.named_parameters())
+    assert getattr(model.layer, "workspace", None) is beside
 
 
 @needs_fault
