@@ -43,7 +43,11 @@ TARGET_MODULES = (
     f"{COMPRESSED}_w8a8_fp8",
     f"{COMPRESSED}_w4a4_nvfp4",
     f"{COMPRESSED}_w4a8_fp8",
+    "vllm.device_allocator.cumem",
+    "vllm.device_allocator.xpumem",
+    "vllm.v1.worker.gpu_worker",
     "vllm.v1.worker.gpu_model_runner",
+    "vllm.v1.worker.gpu.model_runner",
 )
 GATE = "VLLM_HOTFIX_MEASURED_TOTALS"
 STRICT = "VLLM_HOTFIX_STRICT"

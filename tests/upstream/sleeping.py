@@ -63,7 +63,7 @@ class Xpu(Gpu):
 class Runtime:
     """CUDA's runtime library."""
 
-    def cudaMemcpy(self, target: int, source: int, size: int) -> None:  # noqa: N802
+    def cudaMemcpy(self, target: int, source: int, size: int) -> None:
         """Copy."""
         ctypes.memmove(target, source, size)
 

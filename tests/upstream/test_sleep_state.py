@@ -174,7 +174,7 @@ def make(config: VllmConfig, memory: Memory, tmp_path: Path) -> Callable[..., En
 def test_what_is_made_beside_the_kv_cache_outlasts_a_sleep(
     make: Callable[..., Engine], generation: type, side: str, level: int
 ) -> None:
-    """All device memory but the KV cache has its content after a sleep, where it was; with stock to 0.28.0 much has not.
+    """All device memory but the KV cache has its content after a sleep, where it was; with stock to 0.28.0 not all has.
 
     The KV cache itself is discarded on either side.
     """
@@ -202,16 +202,16 @@ def test_sparse_attention_counts_right_after_a_sleep(make: Callable[..., Engine]
 def test_the_second_runners_graphs_find_its_block_tables(make: Callable[..., Engine], side: str) -> None:
     """What a captured graph reads after a sleep are the addresses, strides and sizes of the block tables.
 
-    With stock to 0.28.0 it reads zeros. To 0.20.2 everything else reads zeros too; from 0.21.0 on stock makes these
-    tensors anew after a wake-up, and a graph of a drafter, which has captured the old ones, is left behind.
+    With stock to 0.28.0 it reads zeros. To 0.20.2 so does everybody else; from 0.21.0 on stock makes these tensors
+    anew after a wake-up, and a drafter's graph, which has captured the old ones, is left behind.
     """
     engine = make(RUNNERS["v2"]).initialize()
     tables: BlockTables = engine.runner.block_tables
-    read = lambda: (
-        torch.cat([tables.block_table_ptrs.view(torch.int64), tables.input_block_table_ptrs.view(torch.int64)])
-        + tables.block_table_strides
-        + tables.block_sizes_tensor
-    )
+
+    def read() -> torch.Tensor:
+        pointers = [tables.block_table_ptrs, tables.input_block_table_ptrs]
+        return torch.cat(pointers).view(torch.int64) + tables.block_table_strides + tables.block_sizes_tensor
+
     graph = Graph(read)
     addresses = [tables.block_tables[0].gpu.data_ptr(), tables.input_block_tables[0].data_ptr()]
     expected = [address + tables.block_tables[0].gpu.stride(0) + 64 for address in addresses]
