@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ._patch import Patch
-from ._patches import keep_moe_kernel, keep_unloaded, measured_totals, pinned_staging, writable_scales
+from ._patches import keep_moe_kernel, keep_unloaded, measured_totals, pinned_staging, sleep_tensors, writable_scales
 
 CATALOG: tuple[Patch, ...] = (
     pinned_staging.PATCH,
@@ -11,4 +11,5 @@ CATALOG: tuple[Patch, ...] = (
     writable_scales.PATCH,
     keep_moe_kernel.PATCH,
     keep_unloaded.PATCH,
+    sleep_tensors.PATCH,
 )

@@ -42,6 +42,9 @@ TARGET_MODULES = (
     f"{COMPRESSED}_w8a8_fp8",
     f"{COMPRESSED}_w4a4_nvfp4",
     f"{COMPRESSED}_w4a8_fp8",
+    "vllm.v1.worker.gpu_worker",
+    "vllm.device_allocator.cumem",
+    "vllm.device_allocator.xpumem",
 )
 GATE = "VLLM_HOTFIX_MEASURED_TOTALS"
 STRICT = "VLLM_HOTFIX_STRICT"
