@@ -13,6 +13,7 @@ from ._patches import (
     runai_buffers,
     runai_reload,
     sleep_state,
+    sleep_tensors,
     writable_scales,
 )
 
@@ -28,4 +29,5 @@ CATALOG: tuple[Patch, ...] = (
     marlin_workspace.PATCH,
     keep_unloaded.PATCH,
     sleep_state.PATCH,
+    sleep_tensors.PATCH,
 )
