@@ -30,6 +30,7 @@ from vllm.lora.layers import ReplicatedLinearWithLoRA
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import ReplicatedLinear
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsKVCacheMethod
 from vllm.model_executor.models.gemma3n import Gemma3nAltUp
 from vllm.v1.worker import gpu_worker
 from vllm.v1.worker.cpu_worker import CPUWorker
@@ -165,6 +166,9 @@ def build(model: Probe, config: VllmConfig) -> None:
     """Build real layers whose plain tensors no checkpoint has, and one of each kind that a test can tell apart."""
     options = {"num_kv_heads": 2, "cache_config": config.cache_config, "prefix": "attn"}
     model.attn = Attention(2, 32, 1.0, alibi_slopes=[0.5, 0.25], **options)
+    model.scaled = Attention(2, 32, 1.0, **{**options, "prefix": "scaled"})
+    model.scaled.quant_method = CompressedTensorsKVCacheMethod(SimpleNamespace(kv_cache_scheme=None))
+    model.scaled.quant_method.create_weights(model.scaled)
     model.norm = RMSNorm(8, has_weight=False)
     model.altup = Gemma3nAltUp(64, 1e-6, 4, 1.0, 0, None, "altup")
     model.lora = ReplicatedLinearWithLoRA(ReplicatedLinear(16, 16, bias=False))
@@ -179,6 +183,9 @@ def build(model: Probe, config: VllmConfig) -> None:
 #: What stock loses of that in a level-2 sleep and a reload.
 LOST = {
     "attn.impl.alibi_slopes",
+    "scaled._k_scale",
+    "scaled._q_scale",
+    "scaled._v_scale",
     "norm.weight",
     "lora.lora_a_stacked[0]",
     "helper.tables[0]",
@@ -207,7 +214,8 @@ class Engine:
 
     def _build(self, model: Probe, config: VllmConfig) -> None:
         build(model, config)
-        self.shapes = {name: one.shape for name, one in model.named_parameters()}
+        # Checkpoints have no scales of the attention, as a rule.
+        self.shapes = {name: one.shape for name, one in model.named_parameters() if "scaled" not in name}
 
     def _stream(self, seed: int) -> Iterator[Piece]:
         generator = torch.Generator().manual_seed(seed)
@@ -241,7 +249,7 @@ def lost(engine: Engine, seed: int) -> set[str]:
 def test_a_sleep_and_a_reload_are_a_fresh_load(engine: Engine, tags: list[Any], side: str) -> None:
     """With stock, plain tensors of real layers are zeros; patched, all is as in a fresh load, twice in a row.
 
-    ALiBi's slopes, the weight of a norm without one, Gemma 3n's scale, LoRA's stacks, and what helpers hold. One is
+    ALiBi's slopes, an attention's scales that are parameters, the weight of a norm without one, Gemma 3n's scale, LoRA's stacks, and what helpers hold. One is
     derived by a reload on a GPU, and stays zeros here: `W_UV`.
     """
     for seed in (2, 3):

@@ -11,7 +11,7 @@ on the draft model's too.
 
 How it is fixed: before a level-2 sleep the model, the draft model, and what LoRA and the load balancer hold are walked.
 Memory that lies in the weights' pool and is no parameter or buffer of the target model is saved on the host, the
-smallest first. As soon as the allocator has mapped the pool again, it is copied back: before vLLM derives anything from
+smallest first, and so are attention layers' own parameters, which a reload puts back as they are. As soon as the allocator has mapped the pool again, it is copied back: before vLLM derives anything from
 it, and before a reload.
 
 Not saved are tensors that MLA derives from its weights, 2 GB for a large model: each reload computes them anew.
@@ -43,6 +43,7 @@ PATCH = Patch(
     env="VLLM_HOTFIX_SLEEP_TENSORS",
     fault="a level-2 sleep discards plain tensors and the draft model, and no reload brings them back",
     upstream="none known",
+    symptoms=(r"^\w+: draft\b", r"\.alibi_slopes$", r"\._[kqv]_scale$", r"\.[kqv]_range$", r"\.lora_\w+\b"),
     targets=(
         Target(f"{_WORKER}.sleep", "sleep"),
         Target(f"{_CUDA}:CuMemAllocator.wake_up", "wake_up", optional=True),
@@ -62,6 +63,7 @@ PATCH = Patch(
     ),
 )
 
+_ATTENTION: Final = "vllm.model_executor.layers.attention"
 _POOL: Final = "weights"
 #: What ``MLAAttention.process_weights_after_loading`` computes from the weights.
 _DERIVED: Final = frozenset(("W_UV", "W_UK_T", "W_K", "W_K_scale", "W_V", "W_V_scale"))
@@ -161,7 +163,9 @@ def _to_save(runner: Any, allocator: Any) -> list[Tensor]:
     torch = sys.modules["torch"]
     pool = _Ranges((start, start + data.handle[1]) for start, data in _allocations(allocator) if data.tag == _POOL)
     model = runner.get_model()
-    kept = _Ranges(_extent(one) for one in (*model.parameters(), *model.buffers()) if _has_memory(one))
+    own = {id(one) for layer in model.modules() if _is_attention(layer) for one in layer._parameters.values()}
+    brought = [one for one in (*model.parameters(), *model.buffers()) if id(one) not in own]
+    kept = _Ranges(_extent(one) for one in brought if _has_memory(one))
     found: dict[tuple[int, int], Tensor] = {}
     for path, tensor in walk(_roots(runner, model)):
         if path.rpartition(".")[2] not in _DERIVED and _has_memory(tensor):
@@ -198,6 +202,12 @@ def _roots(runner: Any, model: Any) -> Iterator[tuple[str, Any]]:
         yield "eplb", vars(balancer)
         for name, state in balancer.model_states.items():
             yield f"eplb[{name}]", vars(state)
+
+
+def _is_attention(layer: Any) -> bool:
+    """Whether a reload puts a layer's own parameters back as they are, unless the checkpoint has such."""
+    attention = sys.modules.get(_ATTENTION)
+    return attention is not None and isinstance(layer, (attention.Attention, attention.MLAAttention))
 
 
 class _Ranges:
