@@ -4,15 +4,16 @@ What is wrong upstream: all that is made while a model is loaded lies in the wei
 discards. ``wake_up`` brings back the target model's registered buffers, and a reload its parameters. The rest is zeros
 from then on: tensors that modules hold as plain attributes (Gemma 3n's embedding scales through 0.28.0, the weight of a
 norm that has none), or their helpers do (ALiBi slopes in the attention's implementation, index tables of expert
-kernels), LoRA's stacks, the maps of the expert load balancer, and the draft model: its parameters in every release, its
-buffers through 0.26.0. The server is healthy and its answers are wrong, or no draft is ever accepted. No upstream
-thread is known; from 0.31.0 on ``--sleep-preserve-parameter-names`` keeps parameters that the user names, from 0.32.0
-on the draft model's too.
+kernels), the scales of attention layers where compressed-tensors' method makes parameters of them (through 0.31.0),
+LoRA's stacks, the maps of the expert load balancer, and the draft model: its parameters in every release, its buffers
+through 0.26.0. The server is healthy and its answers are wrong, or no draft is ever accepted. No upstream thread is
+known; from 0.31.0 on ``--sleep-preserve-parameter-names`` keeps parameters that the user names, from 0.32.0 on the
+draft model's too.
 
 How it is fixed: before a level-2 sleep the model, the draft model, and what LoRA and the load balancer hold are walked.
 Memory that lies in the weights' pool and is no parameter or buffer of the target model is saved on the host, the
-smallest first, and so are attention layers' own parameters, which a reload puts back as they are. As soon as the allocator has mapped the pool again, it is copied back: before vLLM derives anything from
-it, and before a reload.
+smallest first; so are attention layers' own parameters, which a reload puts back as they are. As soon as the allocator
+has mapped the pool again, it is copied back: before vLLM derives anything from it, and before a reload.
 
 Not saved are tensors that MLA derives from its weights, 2 GB for a large model: each reload computes them anew.
 """
