@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -150,16 +151,17 @@ def _drill(model: str, arguments: list[str], options: argparse.Namespace) -> int
     }
     rounds: list[Round] = []
     ready: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory(prefix="vllm-hotfix-drill-") as folder:
-        log = Path(folder) / "engine.log"
-        _say(f"starting vLLM {version}, its log is in {log}")
-        for event in _events(plan, log):
-            if "ready" in event:
-                ready = event["ready"]
-                _say(_opening(ready))
-            elif "round" in event:
-                rounds.append(_round(event["round"]))
-                _say(f"round {rounds[-1].number} of {options.rounds}: {_closing(rounds[-1], ready)}")
+    log = Path(tempfile.mkdtemp(prefix="vllm-hotfix-drill-")) / "engine.log"
+    _say(f"starting vLLM {version}; its log: {log}")
+    for event in _events(plan, log):
+        if "ready" in event:
+            ready = event["ready"]
+            _say(_opening(ready))
+        elif "round" in event:
+            rounds.append(_round(event["round"]))
+            _say(f"round {rounds[-1].number} of {options.rounds}: {_closing(rounds[-1], ready)}")
+    # Where the drill could not be done, the log stays: it says more than a line.
+    shutil.rmtree(log.parent, ignore_errors=True)
     identical = all(one.identical(graphs=ready["graphs"]) for one in rounds)
     lines = [report.table(rounds), *report.differences(rounds), *_notes(rounds, ready), _verdict(rounds, ready)]
     print("\n".join(lines), flush=True)

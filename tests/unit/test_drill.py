@@ -234,6 +234,7 @@ def test_identical_rounds_are_success(run: Callable[..., Any], tmp_path: Path) -
     assert "ready after" in done.stderr and "round 3 of 3: identical" in done.stderr
     assert "keep_moe_kernel active" in done.stderr
     assert nothing_left(tmp_path)
+    assert not list(tmp_path.glob("vllm-hotfix-drill-*"))
 
 
 def test_a_difference_is_failure_and_names_tensor_and_patch(run: Callable[..., Any]) -> None:
@@ -289,12 +290,14 @@ def test_a_reload_that_raises_is_failure(run: Callable[..., Any]) -> None:
     ],
 )
 def test_an_engine_that_fails_is_one_line(run: Callable[..., Any], tmp_path: Path, scene: str, line: str) -> None:
-    """The root cause, though another process had it; no traceback, status 2, no process left."""
+    """The root cause, though another process had it; no traceback, status 2, no process left, but the log."""
     done = run("--rounds", "5", code=2, SCENE=scene)
     assert done.stderr.splitlines()[-1] == f"drill: {line}"
     assert "Traceback" not in done.stderr + done.stdout
     assert done.stdout == ""
     assert nothing_left(tmp_path)
+    (log,) = tmp_path.glob("vllm-hotfix-drill-*/engine.log")
+    assert f"its log: {log}" in done.stderr
 
 
 @pytest.mark.parametrize(

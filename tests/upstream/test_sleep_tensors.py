@@ -256,8 +256,8 @@ def lost(engine: Engine, seed: int) -> set[str]:
 def test_a_sleep_and_a_reload_are_a_fresh_load(engine: Engine, tags: list[Any], side: str) -> None:
     """With stock, plain tensors of real layers are zeros; patched, all is as in a fresh load, twice in a row.
 
-    ALiBi's slopes, an attention's scales that are parameters, the weight of a norm without one, Gemma 3n's scale, LoRA's stacks, and what helpers hold. One is
-    derived by a reload on a GPU, and stays zeros here: `W_UV`.
+    XX
+        derived by a reload on a GPU, and stays zeros here: `W_UV`.
     """
     for seed in (2, 3):
         engine.worker.sleep(level=2)

@@ -16,6 +16,8 @@ from .. import _tensors as tensors
 #: Tensors of which a fresh load cannot tell what is right, by path, and why.
 SCRATCH: Final = {
     r"(^|[.\]])kv_cache(\[|\.|$)": "the KV cache: a sleep discards it, requests fill it",
+    r"\._permute_scratch\.(?!token_expert_indices)": "scratch of the experts' permutation: written before it is read",
+    r"\.topk_indices_buffer$": "scratch of sparse attention: written before it is read",
     r"\.handler_tensor$": "the address of weights that oneDNN keeps for itself: each load makes them anew",
 }
 #: Where all memory is the host's: what would be there on a GPU machine too, and no sleep discards.
