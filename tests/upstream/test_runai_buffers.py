@@ -83,6 +83,9 @@ class Reusing:
         """Yield them one by one, as views of the buffer."""
         buffer = bytearray(max((one.nbytes for one in self.content.values()), default=0))
         for name, tensor in self.content.items():
+            if not tensor.nbytes:
+                yield name, torch.empty(tensor.shape, dtype=tensor.dtype)  # which lies nowhere
+                continue
             found = torch.frombuffer(buffer, dtype=torch.uint8)[: tensor.nbytes]
             found.copy_(tensor.reshape(-1).view(torch.uint8))
             yield name, found.view(tensor.dtype).view(tensor.shape)
@@ -355,6 +358,20 @@ def test_a_part_is_copied_and_not_the_whole(host: Host, patched: None) -> None:
 
 
 @needs_fault
+def test_a_tensor_without_elements(host: Host, patched: None) -> None:
+    """It lies nowhere, as the parameters do that a reload fills later on: neither is copied."""
+    model = load(host, checkpoint(1))
+    host.begin(model)
+    stream = streaming(host, {"nothing": torch.empty(0), "one.a": torch.ones(SIZE)})
+    next(stream)
+    model.load_weights([next(stream)])
+    ((_, call),) = layerwise.get_layerwise_info(model.one).loaded_weights
+    assert call.arguments["param"] is model.one.a
+    assert counters(NAME) == {"tensors_copied": 1, "bytes_copied": 4 * SIZE}
+    stream.close()
+
+
+@needs_fault
 def test_tensors_within_other_arguments_are_copied(host: Host, patched: None) -> None:
     """What a loader takes as `*args` or `**kwargs`, or in a list, is buffered and copied as well; the rest stays."""
 
@@ -543,6 +560,11 @@ def test_a_load_that_ends_early_leaves_the_streamer(host: Host, patched: None, e
     del stream, caught
     assert Reusing.left == 2
     assert runai_buffers._streams == []
+    inner = (item for item in checkpoint(2).items())
+    stream = runai_buffers.weights_iterator(lambda: inner, None, (), {})
+    next(stream)
+    stream.close()
+    assert inner.gi_frame is None  # closed, whoever still has it
 
 
 @needs_fault
