@@ -301,6 +301,24 @@ def test_only_what_waits_is_copied(host: Host, used: list[tuple[int, int]], patc
     assert runai_buffers._streams == []
 
 
+@needs_fault
+def test_each_tensor_is_looked_at_once(host: Host, patched: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a tensor lies is asked once for what a call leaves behind, and not at all while no streamer is at work."""
+    looked: list[torch.Tensor] = []
+    copied = runai_buffers._copied
+    monkeypatch.setattr(runai_buffers, "_copied", lambda tensor: looked.append(tensor) or copied(tensor))
+
+    def make(model: Probe, _: VllmConfig) -> None:
+        model.layer = Layer(dict.fromkeys("abc", (SIZE,)))
+
+    content = {f"layer.{name}": torch.rand(SIZE) for name in "abc"}
+    model = load(host, content, make)
+    host.reload(model, list(content.items()))
+    assert looked == []
+    reload(host, model, content)
+    assert [one.is_meta for one in looked] == [True, False] * 2  # a parameter and what is loaded into it
+
+
 def buffered(model: Any, layer: str) -> list[Any]:
     """Return the tensors that a layer has buffered."""
     info = layerwise.get_layerwise_info(model.get_submodule(layer))
