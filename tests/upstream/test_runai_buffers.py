@@ -83,6 +83,9 @@ class Reusing:
         """Yield them one by one, as views of the buffer."""
         buffer = bytearray(max((one.nbytes for one in self.content.values()), default=0))
         for name, tensor in self.content.items():
+            if not tensor.nbytes:
+                yield name, torch.empty(tensor.shape, dtype=tensor.dtype)  # which lies nowhere
+                continue
             found = torch.frombuffer(buffer, dtype=torch.uint8)[: tensor.nbytes]
             found.copy_(tensor.reshape(-1).view(torch.uint8))
             yield name, found.view(tensor.dtype).view(tensor.shape)
@@ -298,6 +301,24 @@ def test_only_what_waits_is_copied(host: Host, used: list[tuple[int, int]], patc
     assert runai_buffers._streams == []
 
 
+@needs_fault
+def test_each_tensor_is_looked_at_once(host: Host, patched: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a tensor lies is asked once for what a call leaves behind, and not at all while no streamer is at work."""
+    looked: list[torch.Tensor] = []
+    copied = runai_buffers._copied
+    monkeypatch.setattr(runai_buffers, "_copied", lambda tensor: looked.append(tensor) or copied(tensor))
+
+    def make(model: Probe, _: VllmConfig) -> None:
+        model.layer = Layer(dict.fromkeys("abc", (SIZE,)))
+
+    content = {f"layer.{name}": torch.rand(SIZE) for name in "abc"}
+    model = load(host, content, make)
+    host.reload(model, list(content.items()))
+    assert looked == []
+    reload(host, model, content)
+    assert [one.is_meta for one in looked] == [True, False] * 2  # a parameter and what is loaded into it
+
+
 def buffered(model: Any, layer: str) -> list[Any]:
     """Return the tensors that a layer has buffered."""
     info = layerwise.get_layerwise_info(model.get_submodule(layer))
@@ -352,6 +373,20 @@ def test_a_part_is_copied_and_not_the_whole(host: Host, patched: None) -> None:
     assert torch.equal(kept[2], content["a"][2])
     stream.close()
     host.finish(model)
+
+
+@needs_fault
+def test_a_tensor_without_elements(host: Host, patched: None) -> None:
+    """It lies nowhere, as the parameters do that a reload fills later on: neither is copied."""
+    model = load(host, checkpoint(1))
+    host.begin(model)
+    stream = streaming(host, {"nothing": torch.empty(0), "one.a": torch.ones(SIZE)})
+    next(stream)
+    model.load_weights([next(stream)])
+    ((_, call),) = layerwise.get_layerwise_info(model.one).loaded_weights
+    assert call.arguments["param"] is model.one.a
+    assert counters(NAME) == {"tensors_copied": 1, "bytes_copied": 4 * SIZE}
+    stream.close()
 
 
 @needs_fault
@@ -543,6 +578,11 @@ def test_a_load_that_ends_early_leaves_the_streamer(host: Host, patched: None, e
     del stream, caught
     assert Reusing.left == 2
     assert runai_buffers._streams == []
+    inner = (item for item in checkpoint(2).items())
+    stream = runai_buffers.weights_iterator(lambda: inner, None, (), {})
+    next(stream)
+    stream.close()
+    assert inner.gi_frame is None  # closed, whoever still has it
 
 
 @needs_fault

@@ -314,6 +314,8 @@ def test_stocks_errors_pass(
         with pytest.raises(type(error)) as caught:
             engine.runner.reload_weights(weights_path=folders[1])
         assert caught.value is error
+    assert len(list(loader().get_all_weights(engine.config, engine.model))) == 4
+    assert (engine.config.model_weights, engine.config.revision) == (folders[0], "abc")
     engine.runner.reload_weights()
     assert same(values(engine.model), cold(host, 1))
     with pytest.raises(TypeError):
