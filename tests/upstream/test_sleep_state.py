@@ -203,7 +203,7 @@ def test_the_second_runners_graphs_find_its_block_tables(make: Callable[..., Eng
     """What a captured graph reads after a sleep are the addresses, strides and sizes of the block tables.
 
     With stock to 0.28.0 it reads zeros. To 0.20.2 so does everybody else; from 0.21.0 on stock makes these tensors
-    anew after a wake-up, and a drafter's graph, which has captured the old ones, is left behind.
+    anew after a wake-up, and a graph that has captured the old ones is left behind, as a drafter's in 0.28.0 has.
     """
     engine = make(RUNNERS["v2"]).initialize()
     tables: BlockTables = engine.runner.block_tables
@@ -357,7 +357,8 @@ def test_stocks_own_errors_pass(
                 engine.initialize()
         assert heard == []
         assert sleep_state._SCOPE.get() is None
-        assert engine.memory.allocator.current_tag == cumem.CuMemAllocator.default_tag
+        if Version(RELEASE) >= Version("0.20.1"):  # before, stock's pool keeps its tag after an error
+            assert engine.memory.allocator.current_tag == cumem.CuMemAllocator.default_tag
     assert counters(NAME) == {}
     assert make().initialize().expanded() == EXPANDED
 

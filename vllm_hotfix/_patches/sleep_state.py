@@ -5,7 +5,7 @@ What is wrong upstream: the worker enters the memory pool of the tag ``kv_cache`
 their constants, block tables, tables of pointers, workspaces and state of drafters. ``sleep``, of any level, discards
 what lies in that pool, and ``wake_up`` maps memory without content to the same addresses. What is written before each
 use does not mind; what is written once is lost. The second model runner makes some of it anew after a wake-up from
-0.21.0 on, at other addresses than captured graphs read.
+0.21.0 on, at other addresses, which the graphs that 0.28.0 captures of drafters do not know.
 
 Upstream: from 0.29.0 on the pool is entered for the KV cache's tensors only; vllm-project/vllm#59158, released with
 0.32.0, moves the rest into a pool of its own that a sleep offloads.
