@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -264,6 +265,7 @@ LARGE = keep_unloaded._SMALL
         (torch.full((LARGE + 1,), 0.25, dtype=torch.float16), True),
         (torch.ones(LARGE, 4).t(), True),
         (torch.arange(LARGE / 4 + 1), False),
+        (torch.ones(LARGE, 2).cumsum(1).t().contiguous().view(-1), False),  # ones in front, twos behind
         (torch.arange(64.0).reshape(8, 8)[:, ::2], False),  # has gaps, and none when reloaded
     ],
     ids=str,
@@ -291,6 +293,38 @@ def test_padding_is_what_a_fresh_load_has(host: Host, initial: torch.Tensor, res
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor's bytes."""
     return tensor.detach().contiguous().view(torch.uint8)
+
+
+@pytest.mark.parametrize("batch", [1, keep_unloaded._BATCH])
+def test_what_is_saved_of_a_model(monkeypatch: pytest.MonkeyPatch, batch: int) -> None:
+    """Bytes of small tensors, or of one element; nothing of tensors without memory, or with gaps, or large and mixed.
+
+    A model that is recorded again is as it is then, and what was saved before is forgotten.
+    """
+    monkeypatch.setattr(keep_unloaded, "_BATCH", batch)
+    monkeypatch.setattr(keep_unloaded, "_initial", WeakKeyDictionary())
+    model = nn.Module()
+    tensors = {
+        "meta": torch.ones(3, device="meta"),
+        "nothing": torch.ones(0),
+        "gaps": torch.ones(8, 8)[:, ::2],
+        "mixed": torch.arange(LARGE, dtype=torch.int32),
+        "large": torch.full((LARGE,), 3, dtype=torch.int16),
+        "small": torch.arange(3, dtype=torch.uint8),
+        "scalar": torch.tensor(7, dtype=torch.uint8),
+    }
+    for name, tensor in tensors.items():
+        model.register_buffer(name, tensor)
+    model.lazy = nn.parameter.UninitializedParameter()
+    model.none = None
+    model.register_parameter("absent", None)
+    keep_unloaded._save(model)
+    expected = {"large": [[3, 0]], "small": [[0], [1], [2]], "scalar": [[7]]}
+    assert {name: one.tolist() for name, one in keep_unloaded._initial[model].items()} == expected
+    model.large[0] = 1
+    keep_unloaded._save(model)
+    del expected["large"]
+    assert {name: one.tolist() for name, one in keep_unloaded._initial[model].items()} == expected
 
 
 class Experts:
