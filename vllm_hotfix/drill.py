@@ -258,7 +258,8 @@ def _events(plan: dict[str, Any], log: Path) -> Iterator[dict[str, Any]]:
                 yield event
     finally:
         _end(process)
-    failure = failure or {"error": _ending(process), "generic": True, "round": number + 1 if started else 0}
+    how = f"its process ended {report.how_it_ended(process.returncode)}"
+    failure = failure or {"error": how, "generic": True, "round": number + 1 if started else 0}
     raise NotDone(_failure(failure, log))
 
 
@@ -268,12 +269,6 @@ def _environment() -> dict[str, str]:
 
     spawn = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}  # as `vllm serve` sets it
     return {**spawn, **os.environ, "PYTHONPATH": with_bootstrap(os.environ.get("PYTHONPATH"))}
-
-
-def _ending(process: subprocess.Popen[bytes]) -> str:
-    status = process.returncode
-    how = f"by signal {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
-    return f"its process ended {how}"
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -67,6 +67,17 @@ VLLM = {
                 print("vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue")
                 raise EngineDeadError("EngineCore encountered an issue. See stack trace (above) for the root cause.")
 
+        def silent_death(llm, what, number):
+            if what == "start":
+                import multiprocessing, time
+                llm.core = multiprocessing.get_context("fork").Process(
+                    target=time.sleep, args=(600,), name="EngineCore", daemon=True)
+                llm.core.start()
+            if what == "reload" and number == 2:
+                import time
+                llm.core.kill()
+                time.sleep(600)
+
         def full(llm, what, number):
             if what == "start":
                 core = "(EngineCore pid=7) ERROR 11-30 04:00:00 [core.py:1136]"
@@ -286,6 +297,7 @@ def test_a_reload_that_raises_is_failure(run: Callable[..., Any]) -> None:
     [
         ("dies", "the engine died in round 3: its process ended by signal SIGKILL"),
         ("core_dies", "the engine died in round 3: torch.AcceleratorError: CUDA error: an illegal memory access"),
+        ("silent_death", "the engine died in round 2: EngineCore ended by signal SIGKILL"),
         ("full", "the engine does not start: ValueError: Free memory on device (1.0/139.8 GiB) is less than desired"),
     ],
 )

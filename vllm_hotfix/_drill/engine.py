@@ -8,19 +8,33 @@ is gone then.
 from __future__ import annotations
 
 import json
+import multiprocessing
+import multiprocessing.connection
 import os
 import random
 import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, Final
 
-from .report import Difference, Digest, Digests, Round, addressed_by, as_json, compare, written_by_a_pass
+from .report import (
+    Difference,
+    Digest,
+    Digests,
+    Round,
+    addressed_by,
+    as_json,
+    compare,
+    how_it_ended,
+    written_by_a_pass,
+)
 
 _EXTENSION: Final = "vllm_hotfix._drill.worker.Extension"
 _PROMPTS: Final = (5, 11, 17, 23)  # tokens of each
 _NEW: Final = 16
+_GRACE: Final = 3  # seconds in which vLLM may say itself that a process of its has ended
 _WRITTEN: Final = "a forward pass writes it: if it is scratch, name it with --scratch"
 
 
@@ -176,6 +190,16 @@ def _follow(stream: Any) -> None:
     os.killpg(0, signal.SIGKILL)
 
 
+def _watch(tell: Callable[[str], None]) -> None:
+    """Tell if a process of the engine has ended: a call that waits for its answer may wait for ever."""
+    processes = {process.sentinel: process for process in multiprocessing.active_children()}
+    for sentinel in multiprocessing.connection.wait(list(processes)) if processes else ():
+        ended = processes[int(sentinel)]  # type: ignore[arg-type]
+        time.sleep(_GRACE)
+        tell(f"{ended.name} ended {how_it_ended(ended.exitcode or 0)}")
+        os._exit(1)
+
+
 def main(descriptor: int, plan: dict[str, Any]) -> None:
     """Carry out a plan and report; whatever goes wrong is reported too."""
     out = os.fdopen(descriptor, "w")
@@ -187,9 +211,14 @@ def main(descriptor: int, plan: dict[str, Any]) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     threading.Thread(target=_follow, args=(os.fdopen(os.dup(0)),), daemon=True).start()
     number = 0
+
+    def tell_of_end(how: str) -> None:
+        tell(error=how, generic=True, round=number)
+
     try:
         start = time.perf_counter()
         drill = Drill(plan)
+        threading.Thread(target=_watch, args=(tell_of_end,), daemon=True).start()
         tell(
             ready={
                 "seconds": time.perf_counter() - start,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, NamedTuple
@@ -135,6 +136,11 @@ def addressed_by(symptom: str, states: Mapping[str, str]) -> str:
         state = states.get(patch.name, "off")
         words.append(f"{patch.name} ({f'off: {patch.env}=1' if state == 'off' else state})")
     return ", ".join(words)
+
+
+def how_it_ended(status: int) -> str:
+    """Say how a process ended, by its exit status, which is negative for a signal."""
+    return f"by signal {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
 
 
 def table(rounds: Iterable[Round]) -> str:
