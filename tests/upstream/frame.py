@@ -41,6 +41,7 @@ TARGET_MODULES = (
     f"{COMPRESSED}_w8a8_fp8",
     f"{COMPRESSED}_w4a4_nvfp4",
     f"{COMPRESSED}_w4a8_fp8",
+    "vllm.model_executor.kernels.linear.mixed_precision.marlin",
     "vllm.v1.worker.gpu_model_runner",
 )
 GATE = "VLLM_HOTFIX_MEASURED_TOTALS"
