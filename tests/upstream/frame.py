@@ -43,6 +43,7 @@ TARGET_MODULES = (
     f"{COMPRESSED}_w8a8_fp8",
     f"{COMPRESSED}_w4a4_nvfp4",
     f"{COMPRESSED}_w4a8_fp8",
+    "vllm.model_executor.kernels.linear.mixed_precision.marlin",
     "vllm.device_allocator.cumem",
     "vllm.device_allocator.xpumem",
     "vllm.v1.worker.gpu_worker",

@@ -32,7 +32,7 @@ from vllm.model_executor.model_loader.runai_streamer_loader import RunaiModelStr
 from vllm.model_executor.model_loader.sharded_state_loader import ShardedStateLoader
 
 import vllm_hotfix
-from vllm_hotfix._patches import pinned_staging
+from vllm_hotfix._patches import pinned_staging, runai_buffers
 from vllm_hotfix._patches.pinned_staging import _cuda
 from vllm_hotfix._record import RECORD, logger
 
@@ -179,7 +179,9 @@ def iterate(loader: RunaiModelStreamerLoader, folder: str) -> Any:
 
 
 def is_stock(iterator: Any) -> bool:
-    """Say whether an iterator is a generator of stock's own function."""
+    """Say whether an iterator is a generator of stock's own function, be it with runai_buffers around it."""
+    if getattr(iterator, "gi_code", None) is runai_buffers._known.__code__:
+        iterator = iterator.gi_frame.f_locals["iterator"]
     return getattr(iterator, "gi_code", None) is STOCK.__code__
 
 
