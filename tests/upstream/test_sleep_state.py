@@ -366,6 +366,11 @@ def test_stocks_own_errors_pass(
 # The wrappers by themselves
 
 
+def test_a_runner_of_another_kind_is_none_of_vllms() -> None:
+    """One that derives from neither of vLLM's runners makes its KV cache in its own way."""
+    assert not sleep_state._stock_runner(object())
+
+
 class Pool:
     """A pool that knows whether one is in it."""
 
@@ -414,10 +419,12 @@ def test_the_pool_is_entered_when_the_kv_cache_is_made(alone: Any) -> None:
         assert enter(pool) is pool
         return "stock's result"
 
-    assert alone(body) == "stock's result"
-    assert counters(NAME) == {"pools_narrowed": 1}
-    assert enter(pool, "kv_cache") is pool
-    assert made() == 0
+    with hearing() as heard:
+        assert alone(body) == "stock's result"
+        assert counters(NAME) == {"pools_narrowed": 1}
+        assert enter(pool, "kv_cache") is pool
+        assert made() == 0
+    assert heard == []
 
 
 def test_a_kv_cache_that_is_not_made_is_told(alone: Any) -> None:
@@ -456,10 +463,11 @@ def test_tensors_made_in_inference_mode_are_renewed_too(alone: Any) -> None:
 
     class Tables:
         def __init__(self, value: int) -> None:
-            self.value, self.other = value, "no tensor"
+            self.value = value
             self.renew()
 
         def renew(self) -> str:
+            self.sizes = [self.value]  # what is no tensor is stock's
             self.ptrs = torch.tensor([self.value], dtype=torch.uint64)
             return "stock's result"
 
@@ -468,7 +476,7 @@ def test_tensors_made_in_inference_mode_are_renewed_too(alone: Any) -> None:
     first, tables.value = tables.ptrs, 1 << 63
     assert sleep_state.renew_pointers(tables.renew, tables, (), {}) == "stock's result"
     assert tables.ptrs is first
-    assert first.tolist() == [1 << 63]
+    assert first.tolist() == tables.sizes == [1 << 63]
     assert counters(NAME) == {"tables_kept": 1}
 
 
