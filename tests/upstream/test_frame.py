@@ -17,6 +17,7 @@ import sys
 import textwrap
 import tokenize
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -30,6 +31,7 @@ from packaging.version import Version
 from vllm.model_executor.model_loader import base_loader
 from vllm.model_executor.model_loader.reload import layerwise
 
+from vllm_hotfix import _upstream
 from vllm_hotfix._catalog import CATALOG
 from vllm_hotfix._judge import Verdict, judge
 from vllm_hotfix._patch import Patch
@@ -164,6 +166,14 @@ def worker_modules(run_command: Any) -> list[str]:
 # 4. Fingerprints: what can be said without importing anything.
 
 
+@pytest.fixture(scope="module", autouse=True)
+def parse_once() -> Iterator[None]:
+    """Parse a text once for all tests: a patch has many files, most of them as they are."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_upstream, "_parse", lru_cache(64)(_upstream._parse))
+        yield
+
+
 def judged(
     folder: Path, changes: dict[str, str | None] | None = None, version: str | None = None, of: str = ""
 ) -> dict[str, Verdict]:
@@ -254,7 +264,7 @@ def test_one_changed_token_is_drift(name: str, tmp_path: Path) -> None:
     assert len(texts) > 3
     lock = Lock.load()
     qualname = name.partition(":")[2]
-    for text in texts[:: max(1, len(texts) // 25)]:
+    for text in texts[:: max(1, len(texts) // 8)]:
         mark = fingerprint(text, qualname)
         assert mark == ABSENT or not lock.releases_of(name, mark)
     # The last: not the function's own name, so that it is there and changed.
