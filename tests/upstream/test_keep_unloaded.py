@@ -217,6 +217,43 @@ def test_buffers_stay_persistent_or_not(host: Host, side: str) -> None:
             assert model.state_dict().keys() == before
 
 
+def test_tensors_that_a_reload_leaves_in_place(host: Host, side: str) -> None:
+    """A parameter that vLLM loads where it is has what was loaded, and a table of experts what it had."""
+
+    def build(model: Any, config: VllmConfig) -> None:
+        model.layer = Layer({"weight": (2,), "e_score_correction_bias": (3,)})
+        model.layer.register_buffer("_expert_map", torch.arange(3))
+
+    def stream(value: float) -> list[Piece]:
+        return pieces("layer.e_score_correction_bias", [value] * 3) + pieces("layer.weight", [value, 2])
+
+    model = host.load(build, stream(1))
+    host.reload(model, stream(5))
+    assert model.layer.e_score_correction_bias.tolist() == [5, 5, 5]
+    assert model.layer._expert_map.tolist() == [0, 1, 2]
+    assert model.layer.weight.tolist() == [5, 2]
+
+
+def test_a_buffer_that_is_processed(host: Host, side: str) -> None:
+    """A buffer that a method replaces by one of another shape is made anew out of what it was at first."""
+
+    def build(model: Any, config: VllmConfig) -> None:
+        model.layer = Layer({"weight": (2,)}, formula=halve)
+        model.layer.register_buffer("table", torch.tensor([3.0, 4, 5, 6]))
+
+    def halve(layer: Any) -> torch.Tensor:
+        layer.table = layer.table[:2] * layer.weight
+        return layer.weight
+
+    model = host.load(build, pieces("layer.weight", [1.0, 1]))
+    for value in (2.0, 10.0):
+        host.reload(model, pieces("layer.weight", [value, 1]))
+        if side == "stock":
+            assert model.layer.table.isnan().all()
+        else:
+            assert model.layer.table.tolist() == [3 * value, 4]
+
+
 def test_layers_that_have_nothing_to_load(host: Host, side: str) -> None:
     """Before 0.26.0 a layer without elements to load is left with stock as the reload has made it.
 
@@ -408,9 +445,11 @@ def test_a_first_load_is_stocks(host: Host, patched: None) -> None:
         model.layer.quant_method = Online(lambda layer: layer.weight * 2)
         layerwise.initialize_online_processing(model.layer)
 
-    model = host.load(build, pieces("layer.weight", [1.0, 2]))
+    with hearing() as heard:
+        model = host.load(build, pieces("layer.weight", [1.0, 2]))
     assert model.layer.derived[2:].isnan().all()
     assert counters(NAME) == {}
+    assert heard == []
     host.reload(model, pieces("layer.weight", [3.0, 4]))
     assert model.layer.derived.tolist() == [6, 8, 0, 0, 0, 0, 0, 0]
 
