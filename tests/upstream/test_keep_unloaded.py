@@ -34,7 +34,7 @@ from layers import (
     values,
 )
 from packaging.version import Version
-from patching import counters, hearing, state_of, switched_on
+from patching import counters, hearing, state_of, switched_on, written_counters
 from torch import nn
 from transformers import CLIPVisionConfig
 from vllm.config import VllmConfig
@@ -466,13 +466,14 @@ def test_a_reload_that_raised_and_is_tried_again(host: Host, patched: None) -> N
     assert model.layer.locks.tolist() == [0] * 8
 
 
-def test_counters(host: Host, patched: None) -> None:
+def test_counters(host: Host, patched: None, tmp_path: Path) -> None:
     """They say how many buffers were kept, how many parameters began as in the first load, and the reloads."""
     model = host.load(add_buffers, pieces("layer.weight", [1, 2, 3, 4]))
     for number in (1, 2):
         host.reload(model, pieces("layer.weight", [5, 6, 7, 8]))
         kept = 2 if KEEPS_VIEWS else 3
         assert counters(NAME) == {"buffers_kept": kept * number, "parameters_begun": number, "reloads": number}
+        assert written_counters(tmp_path, NAME) == counters(NAME)
 
 
 @pytest.mark.parametrize("where", ["_keep", "_restore", "_tensors", "_not_persistent"])
