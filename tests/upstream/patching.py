@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,6 +39,13 @@ def state_of(name: str) -> tuple[str, str]:
 def counters(name: str) -> dict[str, int]:
     """Return a patch's counters."""
     return RECORD.counters.get(name, {})
+
+
+def written_counters(folder: Path, name: str) -> dict[str, int]:
+    """Return a patch's counters as another process reads them, of a patch that is switched on with this folder."""
+    (path,) = (folder / "state").rglob("*.json")
+    found: dict[str, int] = json.loads(path.read_text("utf-8"))["counters"].get(name, {})
+    return found
 
 
 @contextlib.contextmanager

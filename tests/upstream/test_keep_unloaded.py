@@ -34,7 +34,7 @@ from layers import (
     values,
 )
 from packaging.version import Version
-from patching import counters, hearing, state_of, switched_on
+from patching import counters, hearing, state_of, switched_on, written_counters
 from torch import nn
 from transformers import CLIPVisionConfig
 from vllm.config import VllmConfig
@@ -215,6 +215,43 @@ def test_buffers_stay_persistent_or_not(host: Host, side: str) -> None:
         assert grown == (side == "stock" and not KEEPS_BUFFERS)
         if side == "patched":
             assert model.state_dict().keys() == before
+
+
+def test_tensors_that_a_reload_leaves_in_place(host: Host, side: str) -> None:
+    """A parameter that vLLM loads where it is has what was loaded, and a table of experts what it had."""
+
+    def build(model: Any, config: VllmConfig) -> None:
+        model.layer = Layer({"weight": (2,), "e_score_correction_bias": (3,)})
+        model.layer.register_buffer("_expert_map", torch.arange(3))
+
+    def stream(value: float) -> list[Piece]:
+        return pieces("layer.e_score_correction_bias", [value] * 3) + pieces("layer.weight", [value, 2])
+
+    model = host.load(build, stream(1))
+    host.reload(model, stream(5))
+    assert model.layer.e_score_correction_bias.tolist() == [5, 5, 5]
+    assert model.layer._expert_map.tolist() == [0, 1, 2]
+    assert model.layer.weight.tolist() == [5, 2]
+
+
+def test_a_buffer_that_is_processed(host: Host, side: str) -> None:
+    """A buffer that a method replaces by one of another shape is made anew out of what it was at first."""
+
+    def build(model: Any, config: VllmConfig) -> None:
+        model.layer = Layer({"weight": (2,)}, formula=halve)
+        model.layer.register_buffer("table", torch.tensor([3.0, 4, 5, 6]))
+
+    def halve(layer: Any) -> torch.Tensor:
+        layer.table = layer.table[:2] * layer.weight
+        return layer.weight
+
+    model = host.load(build, pieces("layer.weight", [1.0, 1]))
+    for value in (2.0, 10.0):
+        host.reload(model, pieces("layer.weight", [value, 1]))
+        if side == "stock":
+            assert model.layer.table.isnan().all()
+        else:
+            assert model.layer.table.tolist() == [3 * value, 4]
 
 
 def test_layers_that_have_nothing_to_load(host: Host, side: str) -> None:
@@ -408,9 +445,11 @@ def test_a_first_load_is_stocks(host: Host, patched: None) -> None:
         model.layer.quant_method = Online(lambda layer: layer.weight * 2)
         layerwise.initialize_online_processing(model.layer)
 
-    model = host.load(build, pieces("layer.weight", [1.0, 2]))
+    with hearing() as heard:
+        model = host.load(build, pieces("layer.weight", [1.0, 2]))
     assert model.layer.derived[2:].isnan().all()
     assert counters(NAME) == {}
+    assert heard == []
     host.reload(model, pieces("layer.weight", [3.0, 4]))
     assert model.layer.derived.tolist() == [6, 8, 0, 0, 0, 0, 0, 0]
 
@@ -427,13 +466,14 @@ def test_a_reload_that_raised_and_is_tried_again(host: Host, patched: None) -> N
     assert model.layer.locks.tolist() == [0] * 8
 
 
-def test_counters(host: Host, patched: None) -> None:
+def test_counters(host: Host, patched: None, tmp_path: Path) -> None:
     """They say how many buffers were kept, how many parameters began as in the first load, and the reloads."""
     model = host.load(add_buffers, pieces("layer.weight", [1, 2, 3, 4]))
     for number in (1, 2):
         host.reload(model, pieces("layer.weight", [5, 6, 7, 8]))
         kept = 2 if KEEPS_VIEWS else 3
         assert counters(NAME) == {"buffers_kept": kept * number, "parameters_begun": number, "reloads": number}
+        assert written_counters(tmp_path, NAME) == counters(NAME)
 
 
 @pytest.mark.parametrize("where", ["_keep", "_restore", "_tensors", "_not_persistent"])

@@ -21,7 +21,7 @@ import torch
 import vllm.device_allocator
 from layers import Host, Piece, Probe, same
 from packaging.version import Version
-from patching import counters, hearing, state_of, switched_on
+from patching import counters, hearing, state_of, switched_on, written_counters
 from torch import nn
 from vllm.config import LoRAConfig, VllmConfig
 from vllm.device_allocator import cumem
@@ -447,15 +447,18 @@ def test_only_what_is_lost_is_saved(host: Host, pool: Pool, patched: None) -> No
     assert differing(held(model), before) == {"weight", "views[0]", "views[1]", "cache", "W_UK_T"}
 
 
-def test_counters_and_the_log(engine: Engine, patched: None) -> None:
+def test_counters_and_the_log(engine: Engine, patched: None, tmp_path: Path) -> None:
     """They say how often a sleep saved something, how many tensors, how many bytes, and how often they came back."""
     sizes = saved(engine)
+    once = {"sleeps": 1, "tensors_saved": len(sizes), "bytes_saved": sum(sizes), "wakes": 1}
     with hearing(20) as heard:
         for number in (1, 2):
             engine.worker.sleep(2)
+            asleep = {name: one * number for name, one in once.items() if name != "wakes" or number > 1}
+            assert written_counters(tmp_path, NAME) == asleep | ({"wakes": 1} if number > 1 else {})
             engine.worker.wake_up()
-            expected = {"sleeps": 1, "tensors_saved": len(sizes), "bytes_saved": sum(sizes), "wakes": 1}
-            assert counters(NAME) == {name: number * one for name, one in expected.items()}
+            assert counters(NAME) == {name: one * number for name, one in once.items()}
+            assert written_counters(tmp_path, NAME) == counters(NAME)
     assert len(heard) == 2
     assert f"saved {len(sizes)} tensors, 0.0 MiB" in heard[0]
 

@@ -199,7 +199,7 @@ def finalize_layerwise_reload(wrapped: Any, instance: Any, args: tuple[Any, ...]
     result = wrapped(*args, **kwargs)
     with _or_warn("buffers that were not persistent may be so now"):
         for layer in model.modules():
-            layer._non_persistent_buffers_set |= _not_persistent.pop(layer, set()) & layer._buffers.keys()
+            layer._non_persistent_buffers_set |= _not_persistent.pop(layer, set())
     RECORD.count(PATCH.name, "reloads")
     RECORD.save()
     return result

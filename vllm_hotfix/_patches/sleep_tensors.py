@@ -121,6 +121,7 @@ def wake_up(wrapped: Any, allocator: Any, args: tuple[Any, ...], kwargs: dict[st
                 for memory, copy in saved.parts:
                     memory.copy_(copy)
                 RECORD.count(PATCH.name, "wakes")
+                RECORD.save()
         except Exception as error:
             _warn("tensors that no reload brings back are lost", error)
     return result
