@@ -58,12 +58,12 @@ def main(models: list[str], options: list[str]) -> int:
         except subprocess.CalledProcessError as error:
             found[side] = {"rounds": [], "died": error.returncode, "counters": {}}
         print(side, found[side])
+    stock, patched = found["stock"], found["patched"]
     return sides.show(
         {
-            "stock talks garbage after a sleep, or dies": "died" in found["stock"] or not all(found["stock"]["rounds"]),
-            "patched is right after every sleep": all(found["patched"]["rounds"])
-            and len(found["patched"]["rounds"]) > 1,
-            "the pool was narrowed": found["patched"]["counters"].get("sleep_state", {}).get("pools_narrowed", 0) > 0,
+            "stock talks garbage after a sleep, or dies": "died" in stock or not all(stock["rounds"]),
+            "patched is right after every sleep": all(patched["rounds"]) and len(patched["rounds"]) > 1,
+            "the pool was narrowed": patched["counters"].get("sleep_state", {}).get("pools_narrowed", 0) > 0,
         }
     )
 
