@@ -424,13 +424,19 @@ def test_only_what_is_lost_is_saved(host: Host, pool: Pool, patched: None) -> No
     def make() -> None:
         model.weight = nn.Parameter(torch.ones(64))
         model.register_buffer("buffer", torch.ones(32))
-        model.views = [model.weight.data[3:9], model.weight.detach().view(8, 8).t(), model.buffer[1:]]
+        model.register_buffer("inner", model.weight.data[4:5])
+        model.views = [
+            model.weight.data[3:9],
+            model.weight.data[4:9],
+            model.weight.detach().view(8, 8).t(),
+            model.buffer[1:],
+        ]
         model.kept = torch.arange(100.0)
-        model.parts = [model.kept[10:20], model.kept.view(10, 10)[:, 3], model.kept]
+        model.parts = [model.kept[10:20], model.kept[:3], model.kept.view(10, 10)[:, 3], model.kept]
         part = torch.arange(50.0)
         model.strided = part.view(5, 10)[1:4, 2:9:3]  # elements 12 to 38
         model.overlapping = part[30:45]
-        model.nothing = [torch.ones(3, device="meta"), torch.ones(0), torch.ones(3).to_sparse()]
+        model.nothing = [torch.ones(3, device="meta"), torch.ones(0), torch.ones(3).to_sparse(), torch.ones(5)[2:2]]
         model.same = model.kept
         model.one = torch.tensor(1, dtype=torch.uint8)
         model.broad = torch.ones(1).expand(1000)
@@ -444,7 +450,7 @@ def test_only_what_is_lost_is_saved(host: Host, pool: Pool, patched: None) -> No
     engine.worker.sleep(2)
     assert model.kept[0] != 0
     engine.worker.wake_up()
-    assert differing(held(model), before) == {"weight", "views[0]", "views[1]", "cache", "W_UK_T"}
+    assert differing(held(model), before) == {"weight", "views[0]", "views[1]", "views[2]", "cache", "W_UK_T"}
 
 
 def test_counters_and_the_log(engine: Engine, patched: None, tmp_path: Path) -> None:

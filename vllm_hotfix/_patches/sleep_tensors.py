@@ -140,16 +140,15 @@ def _save(runner: Any, allocator: Any) -> list[tuple[Tensor, Tensor]]:
     """Copy what is to be kept to the host; what the host has no room for is lost, with a warning."""
     started = time.perf_counter()
     parts: list[tuple[Tensor, Tensor]] = []
-    with sys.modules["torch"].no_grad():
-        lost = _to_save(runner, allocator)
-        number, size = len(lost), sum(map(len, lost))
-        try:
-            while lost:
-                parts.append((lost[0], lost[0].to("cpu", copy=True)))
-                del lost[0]
-        except Exception as error:
-            size -= sum(map(len, lost))
-            _warn("some tensors that no reload brings back are lost in this sleep", error)
+    lost = _to_save(runner, allocator)
+    number, size = len(lost), sum(map(len, lost))
+    try:
+        while lost:
+            parts.append((lost[0], lost[0].to("cpu", copy=True)))
+            del lost[0]
+    except Exception as error:
+        size -= sum(map(len, lost))
+        _warn("some tensors that no reload brings back are lost in this sleep", error)
     RECORD.count(PATCH.name, "sleeps")
     RECORD.count(PATCH.name, "tensors_saved", number - len(lost))
     RECORD.count(PATCH.name, "bytes_saved", size)
@@ -163,7 +162,8 @@ def _to_save(runner: Any, allocator: Any) -> list[Tensor]:
     from .._tensors import walk
 
     torch = sys.modules["torch"]
-    pool = _Ranges((start, start + data.handle[1]) for start, data in _allocations(allocator) if data.tag == _POOL)
+    blocks = list(allocator.pointer_to_data.items())
+    pool = _Ranges((start, start + data.handle[1]) for start, data in blocks if data.tag == _POOL)
     model = runner.get_model()
     own = {id(one) for layer in model.modules() if _is_attention(layer) for one in layer._parameters.values()}
     brought = [one for one in (*model.parameters(), *model.buffers()) if id(one) not in own]
@@ -183,10 +183,6 @@ def _to_save(runner: Any, allocator: Any) -> list[Tensor]:
             views.append(view.set_(storage, start - storage.data_ptr(), (stop - start,)))
             end = stop
     return sorted(views, key=len)
-
-
-def _allocations(allocator: Any) -> list[tuple[int, Any]]:
-    return list(allocator.pointer_to_data.items())
 
 
 def _roots(runner: Any, model: Any) -> Iterator[tuple[str, Any]]:
@@ -232,12 +228,12 @@ class _Ranges:
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    if tensor.is_meta or tensor.layout is not sys.modules["torch"].strided or not tensor.numel():
+    if tensor.is_meta:
         return False
     try:
         return bool(tensor.untyped_storage().data_ptr())
     except (RuntimeError, NotImplementedError):
-        return False  # a stand-in that tracing left
+        return False  # sparse, or a stand-in that tracing left
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
