@@ -54,7 +54,7 @@ def result(found: dict[str, Any]) -> str:
         return str(found["said"])
     rounds = found["rounds"]
     if rounds[-1]["error"]:
-        return f"the reload raises {rounds[-1]['error'].partition(':')[0]}"
+        return f"the reload raises: {rounds[-1]['error'].partition(';')[0].rpartition(': ')[2]}"
     wrong = [one for one in rounds if one["differing"] or one["moved"] or one["tokens"] == "differ"]
     last = rounds[-1]
     what = f"; {last['differing']} tensors wrong, {last['moved']} moved, tokens {last['tokens']}" if wrong else ""

@@ -44,7 +44,7 @@ PATCH = Patch(
     env="VLLM_HOTFIX_SLEEP_TENSORS",
     fault="a level-2 sleep discards plain tensors and the draft model, and no reload brings them back",
     upstream="none known",
-    symptoms=(r"^\w+: draft\b", r"\.alibi_slopes$", r"\._[kqv]_scale$", r"\.[kqv]_range$", r"\.lora_\w+\b"),
+    symptoms=(r"^\w+: draft\b", r"\.alibi_slopes$", r"\._[kqv]_scale(_cpu)?$", r"\.[kqv]_range$", r"\.lora_\w+\b"),
     targets=(
         Target(f"{_WORKER}.sleep", "sleep"),
         Target(f"{_CUDA}:CuMemAllocator.wake_up", "wake_up", optional=True),
