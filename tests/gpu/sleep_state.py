@@ -6,6 +6,7 @@ Level 1 brings the weights back by itself: what is wrong then is what vLLM made 
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -59,9 +60,15 @@ def child(side: str, models: list[str], options: dict[str, str]) -> dict[str, An
 def main(models: list[str], options: list[str]) -> int:
     """Run both sides and compare."""
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
-    found = {side: sides.run(__file__, GATE, side, [*models, *options]) for side in ("stock", "patched")}
-    for side, what in found.items():
-        print(side, what)
+    found: dict[str, Any] = {}
+    for side in ("stock", "patched"):
+        try:
+            found[side] = sides.run(__file__, GATE, side, [*models, *options])
+        except subprocess.CalledProcessError as error:
+            if error.returncode >= 0:
+                raise  # not a death: it could not start, say
+            found[side] = {"rounds": [True], "error": f"signal {-error.returncode}", "counters": {}}
+        print(side, found[side])
     stock, patched = found["stock"], found["patched"]
     return sides.show(
         {
