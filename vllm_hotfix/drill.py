@@ -293,6 +293,8 @@ def _failure(event: dict[str, Any], log: Path) -> str:
         return str(reason)
     if cause := _root_cause(log):
         reason = cause
+    if "Sleep mode" in reason:
+        reason += " (`--level 0` needs none)"
     when = "died in" if event["round"] else "does not start:"
     return f"the engine {when} round {event['round']}: {reason}" if event["round"] else f"the engine {when} {reason}"
 

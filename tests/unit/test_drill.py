@@ -78,6 +78,10 @@ VLLM = {
                 llm.core.kill()
                 time.sleep(600)
 
+        def cannot_sleep(llm, what, number):
+            if what == "start" and llm.options["enable_sleep_mode"]:
+                raise ValueError("Sleep mode is not supported on current platform.")
+
         def full(llm, what, number):
             if what == "start":
                 core = "(EngineCore pid=7) ERROR 11-30 04:00:00 [core.py:1136]"
@@ -297,6 +301,11 @@ def test_a_reload_that_raises_is_failure(run: Callable[..., Any]) -> None:
     [
         ("dies", "the engine died in round 3: its process ended by signal SIGKILL"),
         ("core_dies", "the engine died in round 3: torch.AcceleratorError: CUDA error: an illegal memory access"),
+        (
+            "cannot_sleep",
+            "the engine does not start: ValueError: Sleep mode is not supported on current platform. "
+            "(`--level 0` needs none)",
+        ),
         ("silent_death", "the engine died in round 2: EngineCore ended by signal SIGKILL"),
         ("full", "the engine does not start: ValueError: Free memory on device (1.0/139.8 GiB) is less than desired"),
     ],
