@@ -205,7 +205,15 @@ def started(real_house: Any, write: Callable[..., Path], tmp_path: Path) -> Iter
         env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VLLM_"))}
         env |= {"PYTHONPATH": f"{real_house.folder}{os.pathsep}{tmp_path}", "TMPDIR": str(tmp_path), **environ}
         command = [str(real_house.bare), "-m", "vllm_hotfix.drill", str(tmp_path / "model")]
-        process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            command,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            # In the background of a shell the tests inherit that Ctrl-C is ignored.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
         processes.append(process)
         for line in process.stderr:
             if "ready" in line:
