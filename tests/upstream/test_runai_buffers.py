@@ -276,6 +276,8 @@ def test_a_plain_load_copies_and_watches_nothing(
     """Without a layer that buffers, stock's own tensors are yielded, and none is looked at."""
     noted: list[Any] = []
     monkeypatch.setattr(runai_buffers, "_note", lambda *args: noted.append(args))
+    # Other tests have left layers that wait for the rest of a load.
+    layerwise.LAYERWISE_INFO.clear()
     content = numbered(10)
     model = load(host, content, build)
     assert same(values(model), cold(host, content, build))
