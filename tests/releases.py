@@ -40,7 +40,7 @@ RELEASES = (
 STREAMERS = ("0.15.7", "0.16.1", "0.17.1")
 """Every release of the Run:ai streamer whose functions the lock file was made from, oldest first."""
 
-DEFAULT = ("0.20.2", "0.22.1", "0.24.0", "0.26.0", "0.28.0", "0.30.0", "0.33.0")
+DEFAULT = ("0.20.2", "0.22.1", "0.24.0", "0.26.0", "0.28.0", "0.33.0")
 """What the tests run against unless told otherwise: between them, nearly every body a target has had."""
 
 # The Python files are the same on every platform and Python, so one kind of wheel is asked for everywhere.
