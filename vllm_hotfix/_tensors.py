@@ -6,6 +6,7 @@ their attributes, keys and indices: ``...experts.quant_method.moe_quant_config._
 
 from __future__ import annotations
 
+import collections
 import enum
 import functools
 import hashlib
@@ -79,27 +80,40 @@ def _parts(one: Any) -> Iterator[tuple[str, Any]]:
         yield from _attributes(one)
         yield from one._modules.items()
     elif isinstance(one, dict):
-        # Another thread of the engine may add to it.
-        yield from [(f"[{key}]", value) for key, value in list(one.items())]
-    elif isinstance(one, (list, tuple, set, frozenset)):
+        # Another thread of the engine may add to it. The keys 1 and "1" are two paths.
+        names = [key if isinstance(key, str) and not key.isdigit() else repr(key) for key in list(one)]
+        yield from [(f"[{name}]", value) for name, value in zip(names, list(one.values()), strict=False)]
+    elif isinstance(one, (list, tuple, set, frozenset, collections.deque)):
         yield from [(f"[{number}]", value) for number, value in enumerate(list(one))]
     elif isinstance(one, functools.partial):
-        yield from [("func", one.func), ("args", one.args), ("keywords", one.keywords)]
+        yield from [("func", one.func), ("args", one.args), ("keywords", one.keywords), *vars(one).items()]
     elif isinstance(one, types.MethodType):
-        yield "self", one.__self__
+        yield from [("self", one.__self__), ("func", one.__func__)]
     elif isinstance(one, types.FunctionType):
+        yield from [("defaults", one.__defaults__), ("keywords", one.__kwdefaults__), *vars(one).items()]
         for name, cell in zip(one.__code__.co_freevars, one.__closure__ or (), strict=True):
             try:
                 yield name, cell.cell_contents
             except ValueError:  # not assigned yet
                 continue
-    elif isinstance(one, Tensor) or not _is_of_the_engine(one):
+    elif isinstance(one, Tensor):
+        parts = one.__tensor_flatten__()[0] if hasattr(one, "__tensor_flatten__") else ()
+        yield from [(name, getattr(one, name)) for name in parts]
+        yield from _attributes(one)
+    elif isinstance(one, types.SimpleNamespace) or not _is_of_the_engine(one):
         yield from _attributes(one)
 
 
 def _attributes(one: Any) -> list[tuple[str, Any]]:
-    slots = [name for cls in type(one).__mro__ for name in vars(cls).get("__slots__", ())]
-    found = {name: getattr(one, name) for name in slots if hasattr(one, name)} | getattr(one, "__dict__", {})
+    found = {}
+    for cls in type(one).__mro__:
+        slots = vars(cls).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            private = name.startswith("__") and not name.endswith("__")
+            name = f"_{cls.__name__.lstrip('_')}{name}" if private else name
+            if hasattr(one, name):
+                found[name] = getattr(one, name)
+    found |= getattr(one, "__dict__", {})
     return [(name, value) for name, value in found.items() if name not in _OWN]
 
 
@@ -113,18 +127,25 @@ def _is_of_the_engine(one: Any) -> bool:
     )
 
 
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is its own memory: not sparse, not a wrapper of others, not yet to be initialized."""
+    uninitialized = isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin)
+    return tensor.layout is torch.strided and not uninitialized and not hasattr(tensor, "__tensor_flatten__")
+
+
 # Digests.
 
 
 def digests(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[str, int, str]]:
     """Digest tensors on their devices: values, and not addresses.
 
-    A chunk of 16 MiB at a time is taken as int32 numbers, and their sum with fixed random 64-bit weights is its
-    value: any change of one number changes it, and two of a few thousand tensors are the same by chance once in
-    more than 10**9 rounds. The values of a tensor, in the order of its memory, are then hashed on the host.
+    A chunk of 16 MiB at a time is taken as int32 numbers. Each is multiplied with a fixed random 64-bit number of its
+    place, the product's upper half is folded into its lower one, and their sum is the chunk's value. The values of a
+    tensor, in the order of its memory, are then hashed on the host. Others have the same by chance only: this is no
+    cryptographic hash.
 
     Args:
-        tensors: paths and tensors of any shape, dtype, stride and device.
+        tensors: paths and plain tensors of any shape, dtype, stride and device.
 
     Returns:
         By path: 16 hex digits; the address (0 on the meta device); and the layout: shape, dtype, device, stride.
@@ -181,7 +202,9 @@ def _sum(chunk: Tensor, weights: dict[torch.device, Tensor]) -> Tensor:
     known = weights.get(chunk.device)
     if known is None or known.numel() < chunk.numel():
         known = weights[chunk.device] = _random(chunk.numel(), chunk.device)
-    return torch.sum(chunk * known[: chunk.numel()])
+    product = chunk * known[: chunk.numel()]
+    # Else a difference in the upper bits of numbers would be one in the upper bits of the sum alone.
+    return torch.sum(product.bitwise_xor_(product >> 32))
 
 
 def _random(number: int, device: torch.device) -> Tensor:

@@ -34,12 +34,13 @@ NOT_DONE: Final = 2
 
 OLDEST: Final = "0.20.0"
 NEWEST: Final = "0.33.0"
+_PATIENCE: Final = 10  # seconds
 
 _EPILOG: Final = """\
 Every other argument is vLLM's, as `vllm serve MODEL` takes it: --load-format runai_streamer --tensor-parallel-size 2.
 Patches are on by their variables, as ever: VLLM_HOTFIX_ENABLE=all python -m vllm_hotfix.drill MODEL
 
-Exit status: 0 if every round was identical, 1 if one was not, 2 if the drill could not be done."""
+Exit status: 0 if every round was identical, 1 if one was not, 2 if the drill could not be done, 130 after Ctrl-C."""
 
 #: An exception in a log, as a traceback ends; vLLM's processes put their names before it.
 _EXCEPTION: Final = re.compile(
@@ -97,11 +98,18 @@ def main(arguments: list[str] | None = None) -> int:
     options, others = parser.parse_known_args(rest)
     if model is None:
         parser.error("MODEL, a folder or a model's name, comes first")
+    for number in range(3):  # closed ones would be given to the engine's pipes
+        with contextlib.suppress(OSError):
+            os.fstat(number)
+            continue
+        os.open(os.devnull, os.O_RDWR)
     try:
         with _terminated_as_interrupted():
             return _drill(model, others, options)
-    except NotDone as error:
+    except (NotDone, OSError) as error:
         print(f"drill: {error}", file=sys.stderr)
+        if isinstance(error, OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the interpreter flushes once more
         return NOT_DONE
     except KeyboardInterrupt:
         print("drill: interrupted; its engine is gone", file=sys.stderr)
@@ -140,8 +148,11 @@ def _terminated_as_interrupted() -> Iterator[None]:
 def _drill(model: str, arguments: list[str], options: argparse.Namespace) -> int:
     version = _check_vllm()
     _check_model(model)
-    if options.json is not None and not options.json.absolute().parent.is_dir():
-        raise NotDone(f"--json {options.json}: there is no such folder")
+    if options.json is not None:
+        try:
+            options.json.open("a").close()
+        except OSError as error:
+            raise NotDone(f"--json {options.json}: {error.strerror}") from None
     plan = {
         "model": model,
         "arguments": arguments + _without_tokenizer(model, arguments),
@@ -173,10 +184,7 @@ def _drill(model: str, arguments: list[str], options: argparse.Namespace) -> int
             "identical": identical,
             "rounds": report.as_json(rounds),
         }
-        try:
-            options.json.write_text(json.dumps(found, indent=1) + "\n")
-        except OSError as error:
-            raise NotDone(f"--json {options.json}: {error.strerror}") from None
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
     return IDENTICAL if identical else DIFFERENT
 
 
@@ -247,8 +255,12 @@ def _events(plan: dict[str, Any], log: Path) -> Iterator[dict[str, Any]]:
         os.close(writing)
         with os.fdopen(reading) as stream:
             for line in stream:
+                if not line.endswith("\n"):
+                    break  # it has ended while it wrote
                 event: dict[str, Any] = json.loads(line)
                 if "done" in event:
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        process.wait(_PATIENCE)
                     return
                 if "error" in event:
                     failure = event
@@ -272,12 +284,12 @@ def _environment() -> dict[str, str]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the engine's processes: they get ten seconds to leave nothing behind, then they are killed."""
+    """End the engine's processes: they get some seconds to leave nothing behind, then they are killed."""
     try:
         if process.poll() is None:
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(10)
+                process.wait(_PATIENCE)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -291,7 +303,8 @@ def _failure(event: dict[str, Any], log: Path) -> str:
     reason = event["error"]
     if not event.get("generic"):
         return str(reason)
-    if cause := _root_cause(log):
+    heard = _SECOND_HAND.search(reason) or re.search(" ended (by|with) ", reason)
+    if heard and (cause := _root_cause(log)):
         reason = cause
     if "Sleep mode" in reason:
         reason += " (`--level 0` needs none)"

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import collections
 import functools
+import json
 import random
+import types
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from vllm_hotfix import _tensors
+from vllm_hotfix._drill.worker import Extension, _roots
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.bool),
@@ -48,6 +53,27 @@ class Slotted:
         self.value = value
 
 
+class Word:
+    """A helper object whose slots are one word, and a private one."""
+
+    __slots__ = "word"
+
+
+class Private(Word):
+    """The same with a private slot."""
+
+    __slots__ = ("__hidden",)
+
+    def __init__(self, value: Tensor, word: Tensor) -> None:
+        self.__hidden = value
+        self.word = word
+
+
+def with_default(value: Tensor = torch.ones(1), *, other: Tensor = torch.ones(1)) -> Tensor:  # noqa: B008
+    """A function that holds tensors."""
+    return value + other
+
+
 class Layer(nn.Module):
     """A layer that holds tensors in every way that vLLM's do."""
 
@@ -63,12 +89,20 @@ class Layer(nn.Module):
         held = torch.ones(1)
         self.closure = lambda: held
         self.linear.weight.extra = torch.ones(1)
+        self.queue = collections.deque([torch.ones(1)])
+        self.space = types.SimpleNamespace(value=torch.ones(1))
+        self.keys = {1: torch.ones(1), "1": torch.ones(1)}
+        self.slots = Private(torch.ones(1), torch.ones(1))
+        self.function = functools.partial(with_default)
+        self.bound = Config(torch.ones(1)).__eq__
         self.loop = self.listed
         self.up: Any = [self]
 
 
 PATHS = {
     *("buffer", "plain", "listed[0]", "listed[1][key][0]", "config.scale", "slotted.value", "partial.args[0]"),
+    *("queue[0]", "space.value", "keys[1]", "keys['1']", "slots._Private__hidden", "slots.word", "bound.self.scale"),
+    *("function.func.defaults[0]", "function.func.keywords[other]"),
     *("partial.keywords[other]", "closure.held", "linear.weight", "linear.weight.extra", "linear.bias"),
 }
 
@@ -77,7 +111,10 @@ def test_everything_that_a_layer_holds_is_found() -> None:
     """Once each, by the module's own path, also in helper objects, containers, closures and attributes of tensors."""
     model = nn.ModuleDict({"a": Layer(), "b": Layer()})
     found = [path for path, _ in _tensors.walk([("", model)])]
-    assert sorted(found) == sorted(f"{name}.{path}" for name in "ab" for path in PATHS)
+    # The function is one for both.
+    expected = {f"{name}.{path}" for name in "ab" for path in PATHS}
+    expected -= {f"b.function.func.{name}" for name in ("defaults[0]", "keywords[other]")}
+    assert sorted(found) == sorted(expected)
 
 
 def test_a_module_that_another_refers_to_has_its_own_path() -> None:
@@ -116,6 +153,67 @@ def test_a_digest_is_of_the_values(dtype: torch.dtype, shape: tuple[int, ...]) -
         assert digest(tensor) != before
         data[place] ^= 1
     assert digest(tensor) == before
+
+
+def test_a_digest_sees_the_upper_bits() -> None:
+    """A sign is one bit, of which a product has what the weight's lower bits make: two that have the same differ too."""
+    lower = _tensors._random(1 << 20, torch.device("cpu")) & ((1 << 33) - 1)
+    values, places = lower.sort()
+    at = int((values[1:] == values[:-1]).nonzero()[0])
+    numbers = torch.ones(1 << 20)
+    seen = set()
+    for place in places[at : at + 2]:
+        numbers[place] = -1
+        seen.add(digest(numbers))
+        numbers[place] = 1
+    assert len(seen) == 2
+
+
+def test_wrappers_of_other_tensors_are_entered() -> None:
+    """What a subclass consists of is found; itself it is no plain tensor, nor is a sparse one or one to come."""
+    two = TwoTensor(torch.ones(2), torch.zeros(2))
+    layer = nn.Module()
+    layer.two = two
+    found = dict(_tensors.walk([("", layer)]))
+    assert {"two", "two.a", "two.b"} <= found.keys()
+    assert [_tensors.is_plain(found[name]) for name in ("two", "two.a", "two.b")] == [False, True, True]
+    assert not _tensors.is_plain(torch.ones(2).to_sparse())
+    assert not _tensors.is_plain(nn.parameter.UninitializedParameter())
+
+
+def test_a_draft_model_is_looked_at() -> None:
+    """Where either model runner has it, also in a wrapper that captures graphs."""
+    draft = nn.Linear(1, 1)
+    kind = type("Graphs", (), {"unwrap": lambda self: draft})
+    for runner in (
+        types.SimpleNamespace(drafter=types.SimpleNamespace(model=draft)),
+        types.SimpleNamespace(drafter=types.SimpleNamespace(model=kind())),
+        types.SimpleNamespace(drafter=None, speculator=types.SimpleNamespace(model=draft)),
+        types.SimpleNamespace(get_draft_model=lambda: draft),
+    ):
+        runner.get_model = lambda: nn.Linear(1, 1)
+        worker = types.SimpleNamespace(model_runner=runner)
+        assert {path for path, _ in _tensors.walk(_roots(worker))} == {"weight", "bias", "draft.weight", "draft.bias"}
+    runner = types.SimpleNamespace(get_draft_model=lambda: None, get_model=lambda: nn.Linear(1, 1))
+    assert [name for name, _ in _roots(types.SimpleNamespace(model_runner=runner))] == [""]
+
+
+def test_a_worker_tells_its_tensors_and_its_scratch() -> None:
+    """The drill's part of a worker, without vLLM: what is compared, what is left out and why, what is poisoned."""
+    model = nn.Linear(2, 2)
+    model.register_buffer("saved", torch.ones(2))
+    model.kv_cache = [torch.ones(3)]
+    model.mine = torch.ones(2)
+    model.sparse = torch.ones(2).to_sparse()
+    worker: Any = Extension()
+    worker.model_runner = types.SimpleNamespace(get_model=lambda: model, device=torch.device("cpu"))
+    found = json.loads(worker.hotfix_digests(["mine$"]))
+    assert found["tensors"].keys() == {"weight", "bias", "saved"}
+    assert found["scratch"].keys() == {"kv_cache[0]", "mine", "sparse"}
+    assert found["scratch"]["mine"] == "named by --scratch"
+    assert worker.hotfix_poison() == 3  # weight, bias, mine: vLLM itself saves buffers
+    assert json.loads(worker.hotfix_describe(["weight", "saved"])) == {"weight": "NaN", "saved": "other values"}
+    assert model.kv_cache[0].sum() == 3
 
 
 def test_a_digest_is_of_the_order_too(monkeypatch: pytest.MonkeyPatch) -> None:

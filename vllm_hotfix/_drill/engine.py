@@ -34,6 +34,7 @@ from .report import (
 _EXTENSION: Final = "vllm_hotfix._drill.worker.Extension"
 _PROMPTS: Final = (5, 11, 17, 23)  # tokens of each
 _NEW: Final = 16
+_AGAIN: Final = 10  # runs in which the fresh load's tokens must come if they are other ones
 _GRACE: Final = 3  # seconds in which vLLM may say itself that a process of its has ended
 _WRITTEN: Final = "a forward pass writes it: if it is scratch, name it with --scratch"
 
@@ -75,9 +76,13 @@ class Drill:
         mode = getattr(config.compilation_config.cudagraph_mode, "name", "NONE")
         self.graphs = self.device == "cuda" and not config.model_config.enforce_eager and mode != "NONE"
         first, _ = self.digests()
+        if not all(first):
+            raise Refused("a worker has no tensors that could be compared")
         self.tokens = [self.generate() for _ in range(3)]
         self.fresh, self.left_out = self.digests()
-        self.written = [written_by_a_pass(*both) for both in zip(first, self.fresh, strict=True)]
+        both = list(zip(first, self.fresh, strict=True))
+        self.written = [written_by_a_pass(*some) for some in both]
+        self.lazy = [later.keys() - earlier.keys() for earlier, later in both]
         self.digest = 0.0
 
     def digests(self) -> tuple[list[Digests], dict[str, str]]:
@@ -108,6 +113,9 @@ class Drill:
         else:
             self.llm.collective_rpc("hotfix_poison")
         before, _ = self.digests()
+        for fresh, left in zip(self.fresh, before, strict=True):
+            if all(left.get(path) == one for path, one in fresh.items()):
+                raise Refused("nothing was discarded: whatever the reload does, this worker's tensors are as they were")
         start = time.perf_counter()
         try:
             self.llm.collective_rpc("reload_weights")
@@ -124,7 +132,7 @@ class Drill:
         this.digest = self.digest
         for rank, (fresh, left, now) in enumerate(zip(self.fresh, before, after, strict=True)):
             this.tensors += len(fresh)
-            found = compare(fresh, left, now)
+            found = compare(fresh, left, now, self.lazy[rank])
             # Equal or not: what a pass writes is not what the load has made.
             found.update(dict.fromkeys(self.written[rank], (_WRITTEN, True)))
             this.differences += [Difference(path, rank, how, values) for path, (how, values) in found.items()]
@@ -144,14 +152,15 @@ class Drill:
                 one.how = f"{words[one.rank][one.path]}: {one.how}"
 
     def judge_tokens(self) -> str:
-        """Compare what is generated now with the fresh load's; kernels that vary by themselves are told apart."""
-        now = self.generate()
+        """Compare what is generated now with the fresh load's; kernels that vary by themselves are told apart.
+
+        Of weights that are wrong no run gives the fresh load's tokens.
+        """
         if any(tokens != self.tokens[0] for tokens in self.tokens):
             return "vary"
-        if now == self.tokens[0]:
+        if self.generate() == self.tokens[0]:
             return "equal"
-        again = [self.generate() for _ in range(2)]
-        return "differ" if again == [now, now] else "vary"
+        return "vary" if any(self.generate() == self.tokens[0] for _ in range(_AGAIN)) else "differ"
 
 
 def _start(plan: dict[str, Any]) -> Any:
@@ -162,6 +171,8 @@ def _start(plan: dict[str, Any]) -> Any:
     def refuse(message: str) -> None:
         raise Refused(f"vLLM does not take these engine arguments: {message}")
 
+    if any(word.partition("=")[0] == "--model" for word in plan["arguments"]):
+        raise Refused("the model is the first argument, not --model")
     parser = FlexibleArgumentParser(prog="drill", add_help=False)
     parser.error = refuse
     parser = EngineArgs.add_cli_args(parser)
@@ -203,6 +214,8 @@ def _watch(tell: Callable[[str], None]) -> None:
 def main(descriptor: int, plan: dict[str, Any]) -> None:
     """Carry out a plan and report; whatever goes wrong is reported too."""
     out = os.fdopen(descriptor, "w")
+    # A forked engine must not hold it open: that it is closed tells the other side that this process has ended.
+    os.register_at_fork(after_in_child=lambda: os.close(descriptor))
 
     def tell(**what: Any) -> None:
         out.write(json.dumps(what) + "\n")

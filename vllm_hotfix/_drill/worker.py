@@ -18,6 +18,9 @@ SCRATCH: Final = {
     r"(^|[.\]])kv_cache(\[|\.|$)": "the KV cache: a sleep discards it, requests fill it",
     r"\._permute_scratch\.(?!token_expert_indices)": "scratch of the experts' permutation: written before it is read",
     r"\.topk_indices_buffer$": "scratch of sparse attention: written before it is read",
+    r"\.(per_layer_embeddings|per_layer_inputs)$": "Gemma's inputs of the layers: written by each forward pass",
+    r"\.punica_wrapper\.": "LoRA's indices of the tokens: written for each forward pass",
+    r"\.impl\._workspace(_buffer)?$": "an attention kernel's scratch: written before it is read",
     r"\.handler_tensor$": "the address of weights that oneDNN keeps for itself: each load makes them anew",
 }
 #: Where all memory is the host's: what would be there on a GPU machine too, and no sleep discards.
@@ -44,6 +47,8 @@ class Extension:
         found = []
         for path, tensor in tensors.walk(_roots(self)):
             reason = next((why for pattern, why in known.items() if re.search(pattern, path)), None)
+            if reason is None and not tensors.is_plain(tensor):
+                reason = "no memory of its own: what it consists of is compared"
             if reason is None:
                 found.append((path, tensor))
             else:
@@ -67,6 +72,7 @@ class Extension:
             (path, one)
             for path, one in tensors.walk(roots)
             if not any(re.search(pattern, path) for pattern in SCRATCH)
+            and tensors.is_plain(one)
             and one.device.type == _device(self).type
             and not (one.device.type == "cpu" and _HOST.search(path))
             and (one.is_meta or one.untyped_storage().data_ptr() not in saved)
@@ -90,10 +96,13 @@ class Extension:
 def _roots(worker: Any) -> list[tuple[str, Any]]:
     """The objects whose tensors are looked at: the model, and a draft model."""
     runner = worker.model_runner
+    # As the first model runner has it, or as the second.
+    drafter = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
+    draft = runner.get_draft_model() if hasattr(runner, "get_draft_model") else getattr(drafter, "model", None)
     roots = [("", runner.get_model())]
-    draft = getattr(getattr(runner, "drafter", None), "model", None)
-    if isinstance(draft, torch.nn.Module):
-        roots.append(("draft", draft))
+    if draft is not None:
+        # A wrapper that captures graphs is the engine's, and is not entered.
+        roots.append(("draft", draft.unwrap() if hasattr(type(draft), "unwrap") else draft))
     return roots
 
 
