@@ -155,18 +155,15 @@ def test_a_digest_is_of_the_values(dtype: torch.dtype, shape: tuple[int, ...]) -
     assert digest(tensor) == before
 
 
-def test_a_digest_sees_the_upper_bits() -> None:
-    """A sign is one bit, of which a product has what the weight's lower bits make: two that have the same differ too."""
-    lower = _tensors._random(1 << 20, torch.device("cpu")) & ((1 << 33) - 1)
-    values, places = lower.sort()
-    at = int((values[1:] == values[:-1]).nonzero()[0])
-    numbers = torch.ones(1 << 20)
+def test_a_digest_sees_signs_that_change_places() -> None:
+    """Of float32 numbers, where the upper bits of the sum alone can tell."""
+    numbers = torch.ones(10_000)
     seen = set()
-    for place in places[at : at + 2]:
+    for place in range(0, 10_000, 50):
         numbers[place] = -1
         seen.add(digest(numbers))
         numbers[place] = 1
-    assert len(seen) == 2
+    assert len(seen) == 200
 
 
 def test_wrappers_of_other_tensors_are_entered() -> None:
