@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from packaging.version import Version
+
+from vllm_hotfix._catalog import CATALOG
 
 if TYPE_CHECKING:
     from layers import Host
@@ -65,9 +68,15 @@ def side(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def patched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Apply measured_totals for one test and undo it afterwards; tests of other patches have a fixture of their own."""
-    with patching.switched_on(monkeypatch, tmp_path, "measured_totals"):
-        state, reason = patching.state_of("measured_totals")
-        assert state == "active", reason
+def patched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Apply the patch that a module names (`NAME`), measured_totals if none, and undo it afterwards.
+
+    Where a release has the fix, the patch stays out.
+    """
+    name = getattr(request.module, "NAME", "measured_totals")
+    fixed_in = next(patch.fixed_in for patch in CATALOG if patch.name == name)
+    fixed = fixed_in is not None and Version(layers.release()) >= Version(fixed_in)
+    with patching.switched_on(monkeypatch, tmp_path, name):
+        state, reason = patching.state_of(name)
+        assert state == ("not-needed" if fixed else "active"), reason
         yield

@@ -9,7 +9,6 @@ import contextlib
 import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import fp8_kernels
@@ -18,7 +17,7 @@ import pytest
 import torch
 from layers import DEVICE, Host, Piece, Probe, Unwritten, accepted, experts_of, put_moe
 from packaging.version import Version
-from patching import counters, state_of, switched_on
+from patching import counters
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.v1.worker.workspace import init_workspace_manager, reset_workspace_manager
 
@@ -261,15 +260,6 @@ def engine(request: pytest.FixtureRequest, host: Host, monkeypatch: pytest.Monke
     # FlashInfer's experts tune for it; without CUDA there is none.
     monkeypatch.setattr(host.config.compilation_config, "max_cudagraph_capture_size", 8)
     return Engine(host, make, backend)
-
-
-@pytest.fixture
-def patched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Apply the patch for one test and undo it afterwards."""
-    with switched_on(monkeypatch, tmp_path, NAME):
-        state, reason = state_of(NAME)
-        assert state == "active", reason
-        yield
 
 
 def named(case: Any) -> str:

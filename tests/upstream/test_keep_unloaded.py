@@ -69,15 +69,6 @@ def plain_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer_utils, "dispatch_cpu_unquantized_gemm", lambda layer, remove_weight: None)
 
 
-@pytest.fixture
-def patched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Apply the patch for one test and undo it afterwards."""
-    with switched_on(monkeypatch, tmp_path, NAME):
-        state, reason = state_of(NAME)
-        assert state == "active", reason
-        yield
-
-
 def random_stream(shapes: dict[str, torch.Size], seed: int) -> Iterator[Piece]:
     """Yield random values for parameters, the last first: the count of 0.20 to 0.23 is too high for Mamba's A."""
     generator = torch.Generator().manual_seed(seed)

@@ -8,7 +8,6 @@ there is only what it reads. That freed memory is used by others is played by wr
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,15 +46,6 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_custom_ops, "gptq_marlin_repack", repack)
     monkeypatch.setattr(marlin_utils, "num_compute_units", lambda index: 4)
     monkeypatch.setattr(marlin.MarlinLinearKernel, "can_implement", classmethod(lambda *args: (True, None)))
-
-
-@pytest.fixture
-def patched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Apply the patch for one test and undo it afterwards."""
-    with switched_on(monkeypatch, tmp_path, NAME):
-        state, reason = state_of(NAME)
-        assert state == ("not-needed" if FIXED else "active"), reason
-        yield
 
 
 class Fp8(Derive):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,15 +57,6 @@ def engine(request: pytest.FixtureRequest, config: VllmConfig, monkeypatch: pyte
     """What loads and reloads a model of one MLA layer of a kind; its dtype is bfloat16."""
     own = layers.make_config(tmp_path, dtype="bfloat16")
     return mla_layers.Engine(Host(own), request.param, monkeypatch)
-
-
-@pytest.fixture
-def patched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Apply the patch for one test and undo it afterwards; where a release has the fix, it stays out."""
-    with switched_on(monkeypatch, tmp_path, NAME):
-        state, reason = state_of(NAME)
-        assert state == ("not-needed" if FIXED else "active"), reason
-        yield
 
 
 @pytest.mark.parametrize("engine", KINDS, indirect=True)

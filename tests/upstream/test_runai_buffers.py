@@ -45,15 +45,6 @@ SIZE = 1024
 Named = dict[str, torch.Tensor]
 
 
-@pytest.fixture
-def patched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Apply the patch for one test and undo it afterwards."""
-    with switched_on(monkeypatch, tmp_path, NAME):
-        state, reason = state_of(NAME)
-        assert state == ("not-needed" if FIXED else "active"), reason
-        yield
-
-
 @pytest.fixture(autouse=True)
 def reused(monkeypatch: pytest.MonkeyPatch) -> type[Reusing]:
     """Let vLLM stream from memory, unless a test says otherwise: from a streamer that has one buffer."""

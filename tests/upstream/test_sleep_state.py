@@ -23,7 +23,7 @@ import vllm.v1.worker.gpu.model_runner as runner2
 import vllm.v1.worker.gpu_model_runner as runner1
 from graphs import Graph
 from packaging.version import Version
-from patching import counters, hearing, state_of, switched_on
+from patching import counters, hearing, state_of
 from sleeping import DEVICE, Memory, gpu
 from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
@@ -59,15 +59,6 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Memory]:
     """The memory of a GPU."""
     with gpu(monkeypatch) as memory:
         yield memory
-
-
-@pytest.fixture
-def patched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Apply the patch for one test and undo it afterwards."""
-    with switched_on(monkeypatch, tmp_path, NAME):
-        state, reason = state_of(NAME)
-        assert state == ("not-needed" if FIXED else "active"), reason
-        yield
 
 
 class Engine:

@@ -21,7 +21,7 @@ import torch
 import vllm.device_allocator
 from layers import Host, Piece, Probe, same
 from packaging.version import Version
-from patching import counters, hearing, state_of, switched_on, written_counters
+from patching import counters, hearing, switched_on, written_counters
 from torch import nn
 from vllm.config import LoRAConfig, VllmConfig
 from vllm.device_allocator import cumem
@@ -140,15 +140,6 @@ def make_worker(runner: Any) -> Any:
         worker._sleep_mode_backend = worker.__dict__["sleep_mode_backend"] = CuMemBackend()
         worker._get_sleep_mode_backend = lambda: worker._sleep_mode_backend
     return worker
-
-
-@pytest.fixture
-def patched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Apply the patch for one test and undo it afterwards."""
-    with switched_on(monkeypatch, tmp_path, NAME):
-        state, reason = state_of(NAME)
-        assert state == "active", reason
-        yield
 
 
 def held(model: nn.Module) -> dict[str, torch.Tensor]:

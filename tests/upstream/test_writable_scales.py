@@ -19,7 +19,7 @@ import pytest
 import torch
 from layers import Host, Piece, Probe, add_moe, choose, experts_of, moe_stream, same, values
 from packaging.version import Version
-from patching import counters, hearing, state_of, switched_on
+from patching import counters, hearing, state_of
 from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.fused_moe.oracle import nvfp4
@@ -55,15 +55,6 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """Let vLLM's own choice of a backend fall on this one."""
     choose(monkeypatch, nvfp4_kernels.BACKENDS, request.param)
     return request.param
-
-
-@pytest.fixture
-def patched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Apply the patch for one test and undo it afterwards."""
-    with switched_on(monkeypatch, tmp_path, NAME):
-        state, reason = state_of(NAME)
-        assert state == ("not-needed" if FIXED else "active"), reason
-        yield
 
 
 def made_writable() -> int:
