@@ -97,12 +97,24 @@ VLLM = {
                 print("vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue")
                 raise EngineDeadError("EngineCore encountered an issue. See stack trace (above) for the root cause.")
 
+        def fork(llm):
+            import multiprocessing, time
+            llm.core = multiprocessing.get_context("fork").Process(
+                target=time.sleep, args=(600,), name="EngineCore", daemon=True)
+            llm.core.start()
+
+        def dies_beside_a_fork(llm, what, number):
+            if what == "start":
+                fork(llm)
+            dies(llm, what, number)
+
+        def dead_in_reload(llm, what, number):
+            if what == "reload":
+                raise EngineDeadError("EngineCore is dead")
+
         def silent_death(llm, what, number):
             if what == "start":
-                import multiprocessing, time
-                llm.core = multiprocessing.get_context("fork").Process(
-                    target=time.sleep, args=(600,), name="EngineCore", daemon=True)
-                llm.core.start()
+                fork(llm)
             if what == "reload" and number == 2:
                 import time
                 llm.core.kill()
@@ -399,6 +411,8 @@ def test_a_reload_that_raises_is_failure(run: Callable[..., Any]) -> None:
         ),
         ("loses_nothing", "nothing was discarded: whatever the reload does, this worker's tensors are as they were"),
         ("no_tensors", "a worker has no tensors that could be compared"),
+        ("dies_beside_a_fork", "the engine died in round 3: its process ended by signal SIGKILL"),
+        ("dead_in_reload", "the engine died in round 1: EngineDeadError: EngineCore is dead"),
         ("dies", "the engine died in round 3: its process ended by signal SIGKILL"),
         ("core_dies", "the engine died in round 3: torch.AcceleratorError: CUDA error: an illegal memory access"),
         (
