@@ -378,7 +378,10 @@ def test_a_file_that_is_no_code_is_a_state(broken: str | None, name: str, tmp_pa
     file = found(name).file
     verdicts = judged(tmp_path, {relative(found(name)): broken})
     concerned = {
-        patch.name for patch in CATALOG for name in patch.known_names if name in NAMES and found(name).file == file
+        patch.name
+        for patch in CATALOG
+        for name in patch.known_names
+        if (source := SOURCES.find(name)) is not None and source.file == file
     }
     assert patches_of(name) <= concerned
     for patch, verdict in verdicts.items():
