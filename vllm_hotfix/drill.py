@@ -149,8 +149,11 @@ def _drill(model: str, arguments: list[str], options: argparse.Namespace) -> int
     version = _check_vllm()
     _check_model(model)
     if options.json is not None:
+        new = not options.json.exists()
         try:
             options.json.open("a").close()
+            if new:
+                options.json.unlink()  # a drill that fails leaves none
         except OSError as error:
             raise NotDone(f"--json {options.json}: {error.strerror}") from None
     plan = {

@@ -426,8 +426,9 @@ def test_a_reload_that_raises_is_failure(run: Callable[..., Any]) -> None:
 )
 def test_an_engine_that_fails_is_one_line(run: Callable[..., Any], tmp_path: Path, scene: str, line: str) -> None:
     """The root cause, though another process had it; no traceback, status 2, no process left, but the log."""
-    done = run("--rounds", "5", code=2, SCENE=scene)
+    done = run("--rounds", "5", "--json", str(tmp_path / "out.json"), code=2, SCENE=scene)
     assert done.stderr.splitlines()[-1] == f"drill: {line}"
+    assert not (tmp_path / "out.json").exists()
     assert "Traceback" not in done.stderr + done.stdout
     assert done.stdout == ""
     assert nothing_left(tmp_path)
