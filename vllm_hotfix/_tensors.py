@@ -69,6 +69,16 @@ def walk(roots: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Tensor]]:
         yield from enter(name, root)
 
 
+def draft_model(runner: Any) -> Any:
+    """The draft model of a model runner of vLLM's, of the first kind or the second; None if it has none."""
+    drafter = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
+    draft: Any = getattr(drafter, "model", None)
+    if draft is None and hasattr(runner, "get_draft_model"):
+        draft = runner.get_draft_model()
+    # A wrapper that captures graphs is the engine's, and the walk does not enter it.
+    return draft.unwrap() if hasattr(type(draft), "unwrap") else draft
+
+
 def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path and name and not name.startswith("[") else path + name
 

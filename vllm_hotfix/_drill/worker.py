@@ -96,13 +96,9 @@ class Extension:
 def _roots(worker: Any) -> list[tuple[str, Any]]:
     """The objects whose tensors are looked at: the model, and a draft model."""
     runner = worker.model_runner
-    # As the first model runner has it, or as the second.
-    drafter = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
-    draft = runner.get_draft_model() if hasattr(runner, "get_draft_model") else getattr(drafter, "model", None)
     roots = [("", runner.get_model())]
-    if draft is not None:
-        # A wrapper that captures graphs is the engine's, and is not entered.
-        roots.append(("draft", draft.unwrap() if hasattr(type(draft), "unwrap") else draft))
+    if (draft := tensors.draft_model(runner)) is not None:
+        roots.append(("draft", draft))
     return roots
 
 

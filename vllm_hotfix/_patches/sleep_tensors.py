@@ -187,13 +187,11 @@ def _to_save(runner: Any, allocator: Any) -> list[Tensor]:
 
 def _roots(runner: Any, model: Any) -> Iterator[tuple[str, Any]]:
     """What was made with the model: names and objects to walk."""
+    from .._tensors import draft_model
+
     yield "", model
-    # As the first model runner has it, and as the second.
-    drafter = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
-    draft: Any = getattr(drafter, "model", None)
-    # A wrapper that captures graphs is the engine's, and the walk does not enter it.
-    yield "drafter.model", draft.unwrap() if hasattr(type(draft), "unwrap") else draft
-    yield "drafter", drafter
+    yield "drafter.model", draft_model(runner)
+    yield "drafter", getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
     yield "lora_manager", getattr(runner, "lora_manager", None)
     balancer = getattr(runner, "eplb_state", None) or getattr(getattr(runner, "eplb", None), "state", None)
     if balancer is not None:
