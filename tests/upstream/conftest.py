@@ -14,6 +14,7 @@ from packaging.version import Version
 from vllm_hotfix._catalog import CATALOG
 
 if TYPE_CHECKING:
+    from devices import FakeDevice
     from layers import Host
     from vllm.config import VllmConfig
 
@@ -24,6 +25,7 @@ if RELEASE is None:
 else:
     sys.path.insert(0, str(Path(__file__).parent))
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    import devices
     import layers
     import patching
 
@@ -80,3 +82,18 @@ def patched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp
         state, reason = patching.state_of(name)
         assert state == ("not-needed" if fixed else "active"), reason
         yield
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
+    """Show a CUDA device to the loads of one test; afterwards nothing of it is page-locked or in use."""
+    from vllm.model_executor.model_loader import weight_utils
+
+    from vllm_hotfix._patches.pinned_staging import _cuda
+
+    fake = devices.FakeDevice()
+    monkeypatch.setattr(_cuda, "open_device", fake.open)
+    monkeypatch.setattr(weight_utils, "current_platform", devices.Cuda())
+    yield fake
+    assert fake.registered == {}
+    assert fake.allocated == {}

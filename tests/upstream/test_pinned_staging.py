@@ -87,17 +87,6 @@ def force(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
-    """Show a CUDA device to the loads of one test; afterwards nothing of it is page-locked or in use."""
-    fake = FakeDevice()
-    monkeypatch.setattr(_cuda, "open_device", fake.open)
-    monkeypatch.setattr(weight_utils, "current_platform", Cuda())
-    yield fake
-    assert fake.registered == {}
-    assert fake.allocated == {}
-
-
-@pytest.fixture
 def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the package warns of from here on."""
 

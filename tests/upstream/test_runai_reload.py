@@ -14,18 +14,17 @@ from typing import Any
 
 import pytest
 import torch
-from devices import Cuda, FakeDevice
+from devices import FakeDevice
 from layers import Host, Layer, Probe, same, values
 from packaging.version import Version
 from patching import counters, state_of, switched_on
 from safetensors.torch import save_file
 from vllm.config import LoadConfig, VllmConfig
-from vllm.model_executor.model_loader import get_model_loader, weight_utils
+from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.runai_streamer_loader import RunaiModelStreamerLoader
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 import vllm_hotfix
-from vllm_hotfix._patches.pinned_staging import _cuda
 
 VERSION = Version(os.environ["HOTFIX_RELEASE"])
 FIXED = Version("0.32") <= VERSION
@@ -54,16 +53,6 @@ def patched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
         assert state == ("not-needed" if FIXED else "active"), reason
         assert state_of(BUFFERS)[0] == ("not-needed" if Version("0.22") <= VERSION else "active")
         yield
-
-
-@pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
-    """Show a CUDA device to pinned_staging; afterwards nothing of it is page-locked or in use."""
-    fake = FakeDevice()
-    monkeypatch.setattr(_cuda, "open_device", fake.open)
-    monkeypatch.setattr(weight_utils, "current_platform", Cuda())
-    yield fake
-    assert fake.registered == fake.allocated == {}
 
 
 def checkpoint(seed: int) -> dict[str, torch.Tensor]:
