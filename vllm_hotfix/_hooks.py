@@ -19,7 +19,7 @@ import wrapt
 
 from _vllm_hotfix import FINDER, call, describe, strict
 
-from ._judge import Verdict, judge, parse_version
+from ._judge import judge, parse_version
 from ._patch import (
     ACTIVE,
     DRIFTED,
@@ -38,7 +38,7 @@ from ._patch import (
 )
 from ._proxy import Proxy
 from ._record import RECORD, Entry, logger
-from ._upstream import Lock, LockError, Source, Sources
+from ._upstream import VERSION, Lock, LockError, Source, Sources
 
 #: One activation, wrap or undo at a time. Reentrant: an import made while it is held may call back.
 LOCK = threading.RLock()
@@ -75,12 +75,20 @@ class Wrap:
         wrapper: called as ``wrapper(wrapped, instance, args, kwargs)``.
         source: where its source was found, to see that the live object comes from there; None to not look.
         keep: modules whose own name for the function stays as it is.
+        book: where it is entered by its name before anything is changed, so that an interrupt leaves it to who undoes.
 
     Raises:
         Drift: the live object is not the known function.
     """
 
-    def __init__(self, name: str, wrapper: Wrapper, source: Source | None, keep: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        name: str,
+        wrapper: Wrapper,
+        source: Source | None,
+        keep: tuple[str, ...] = (),
+        book: dict[str, Wrap] | None = None,
+    ) -> None:
         self.name = name
         self.enabled = True
         self.parent, self.attribute = _resolve(name)
@@ -94,6 +102,9 @@ class Wrap:
             return wrapper(wrapped, instance, args, kwargs) if self.enabled else wrapped(*args, **kwargs)
 
         self.proxy = Proxy(self.original, run)
+        self.proxy._self_wrap = self
+        if book is not None:
+            book[name] = self
         try:
             setattr(self.parent, self.attribute, self.proxy)
             if isinstance(self.parent, ModuleType):
@@ -112,12 +123,16 @@ class Wrap:
     def undo(self) -> None:
         """Put the original back wherever the wrapper stands; where another library wrapped it, step aside inside."""
         self.enabled = False
-        if vars(self.parent).get(self.attribute) is self.proxy:
-            setattr(self.parent, self.attribute, self.original)
-        elif _reaches(vars(self.parent).get(self.attribute), self.proxy):
+        original = self.original
+        while isinstance(original, Proxy) and not getattr(original._self_wrap, "enabled", True):
+            original = original._self_wrap.original  # of a patch that was undone before this one
+        found = vars(self.parent).get(self.attribute)
+        if found is self.proxy:
+            setattr(self.parent, self.attribute, original)
+        elif not isinstance(found, Proxy) and _reaches(found, self.proxy):
             logger.info("vllm-hotfix: %s was wrapped again by others; the patch steps aside inside", self.name)
         if isinstance(self.parent, ModuleType):
-            _rebind(self.proxy, self.original)
+            _rebind(self.proxy, original)
 
 
 def _resolve(name: str) -> tuple[Any, str]:
@@ -170,9 +185,8 @@ def _rebind(old: Any, new: Any, keep: tuple[str, ...] = ()) -> None:
             continue
         # As it is: asking a lazy module for anything would load it, and some refuse to be written to.
         names = object.__getattribute__(module, "__dict__")
-        for name, value in list(names.items()):
-            if value is old:
-                names[name] = new
+        for name in [name for name, value in names.copy().items() if value is old]:
+            names[name] = new
 
 
 class _Watched(ModuleSpec):
@@ -232,14 +246,17 @@ class Activation:
             for problem in problems:
                 RECORD.problem(problem)
             new = [patch for patch in self.catalog if gates[patch.name].on and patch.name not in RECORD.entries]
-            for module in (_ENVS, *(_STRICT_SEAMS if strict() else ())):
-                when_ready(module, self._on_module)
             try:
+                for module in (_ENVS, *(_STRICT_SEAMS if strict() else ())):
+                    when_ready(module, self._on_module)
                 if new:
                     self._apply(new)
             except Exception as error:
-                for patch in new:
-                    self._fail(patch, error)
+                self._fail(new, error)
+            except BaseException:  # an interrupt: the next activation begins anew
+                for patch in reversed(new):
+                    self._undo(patch)
+                raise
             RECORD.save()
 
     def _apply(self, patches: list[Patch]) -> None:
@@ -248,16 +265,18 @@ class Activation:
         lock = load_lock()
         if sources.package("vllm") is not None and parse_version(sources.version) is None:
             variables = dict.fromkeys(self.gates[patch.name].variable for patch in patches)
-            reason = f"vLLM's version {sources.version!r} is not understood; its code alone decides"
+            why = sources.errors.get(VERSION, "is not understood")
+            reason = f"vLLM's version {sources.version!r} {why}; its code alone decides"
             RECORD.problem(Problem(", ".join(variables), reason))
         for patch in patches:
             verdict = judge(patch, sources, lock)
             hooked = verdict.state != NOT_NEEDED and bool(verdict.wanted(patch))
             RECORD.entries[patch.name] = Entry(verdict.state, verdict.reason, verdict, hooked)
-            if verdict.state in FAULTS:
-                self._say(patch)
-            if hooked:
-                for module in dict.fromkeys(target.name.partition(":")[0] for target in verdict.wanted(patch)):
+        self._say([patch for patch in patches if RECORD.entries[patch.name].state in FAULTS])
+        for patch in patches:
+            entry = RECORD.entries[patch.name]
+            if entry.hooked and entry.verdict is not None:
+                for module in dict.fromkeys(target.name.partition(":")[0] for target in entry.verdict.wanted(patch)):
                     when_ready(module, self._on_module)
 
     def _on_module(self, module: ModuleType) -> None:
@@ -276,7 +295,7 @@ class Activation:
                     try:
                         self._wrap(patch, entry, module.__name__)
                     except Exception as error:
-                        self._fail(patch, error)
+                        self._fail([patch], error)
             RECORD.save()
 
     def _wrap(self, patch: Patch, entry: Entry, module: str) -> None:
@@ -290,7 +309,7 @@ class Activation:
             if wrap is None or not wrap.alive:
                 if wrap is not None:  # its module was executed again; others may still hold it
                     entry.retired.append(wrap)
-                entry.wraps[target.name] = self._wrap_target(patch, target, entry.verdict)
+                self._wrap_target(patch, target, entry)
         missing = [one.name for one in wanted if one.name not in entry.wraps and not one.optional]
         dead = [target.name for target in mine if not entry.wraps[target.name].alive]
         if dead:
@@ -307,27 +326,37 @@ class Activation:
             entry.state, entry.reason = ACTIVE, f"{len(entry.wraps)} functions wrapped{more}"
 
     @staticmethod
-    def _wrap_target(patch: Patch, target: Target, verdict: Verdict) -> Wrap:
-        implementation = importlib.import_module(f"vllm_hotfix._patches.{patch.name}")
-        return Wrap(target.name, getattr(implementation, target.wrapper), verdict.source(target.name), target.keep)
+    def _wrap_target(patch: Patch, target: Target, entry: Entry) -> None:
+        assert entry.verdict is not None
+        wrapper = getattr(importlib.import_module(f"vllm_hotfix._patches.{patch.name}"), target.wrapper)
+        Wrap(target.name, wrapper, entry.verdict.source(target.name), target.keep, entry.wraps)
 
-    def _fail(self, patch: Patch, error: Exception) -> None:
+    def _fail(self, patches: list[Patch], error: Exception) -> None:
         """All or nothing: a patch that is half there is not one. Only what understands its settings stays."""
-        entry = RECORD.entries.setdefault(patch.name, Entry())
-        stays: list[Target] = []
-        if entry.verdict is not None and entry.verdict.state not in FAULTS:
-            entry.verdict = replace(entry.verdict, state=FAILED)
-            stays = entry.verdict.wanted(patch)
-        entry.hooked = bool(stays)
-        entry.undo(keep=[target.name for target in stays])
-        entry.state, entry.reason = (DRIFTED, str(error)) if isinstance(error, Drift) else (FAILED, describe(error))
-        self._say(patch)
+        for patch in patches:
+            entry = RECORD.entries.setdefault(patch.name, Entry())
+            stays: list[Target] = []
+            if entry.verdict is not None and entry.verdict.state not in FAULTS:
+                entry.verdict = replace(entry.verdict, state=FAILED)
+                stays = entry.verdict.wanted(patch)
+            entry.hooked = bool(stays)
+            entry.state, entry.reason = (DRIFTED, str(error)) if isinstance(error, Drift) else (FAILED, describe(error))
+            try:
+                entry.undo(keep=[target.name for target in stays])
+            except Exception as another:  # its wrappers step aside
+                entry.reason += f"; and could not be undone: {describe(another)}"
+        self._say(patches)
 
-    def _say(self, patch: Patch) -> None:
-        entry = RECORD.entries[patch.name]
-        RECORD.warn(
-            f"{patch.name} ({self.gates[patch.name].variable}) is {entry.state}, stock vLLM runs: {entry.reason}"
-        )
+    def _say(self, patches: list[Patch]) -> None:
+        """Warn of patches that are not at work: what is one reason is one warning."""
+        named: dict[tuple[str, str], list[str]] = {}
+        for patch in patches:
+            entry = RECORD.entries[patch.name]
+            name = f"{patch.name} ({self.gates[patch.name].variable})"
+            named.setdefault((entry.state, entry.reason), []).append(name)
+        for (state, reason), names in named.items():
+            are = "is" if len(names) == 1 else "are"
+            RECORD.warn(f"{', '.join(names)} {are} {state}, stock vLLM runs: {reason}")
 
     # Seams: what vLLM must know, and where strictness is checked. They add or take out this package's own names,
     # or look after stock has run, so they go by the shape of what they see, not by a fingerprint.
@@ -335,7 +364,7 @@ class Activation:
     def _seam(self, name: str, wrapper: Wrapper) -> None:
         seam = self._seams.get(name)
         if seam is None or not seam.alive:
-            self._seams[name] = Wrap(name, wrapper, None)
+            Wrap(name, wrapper, None, book=self._seams)
 
     def _check_after(self, wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = wrapped(*args, **kwargs)
@@ -379,24 +408,16 @@ class Activation:
             raise HotfixError(f"vllm-hotfix: {STRICT} is set and " + "; ".join(faults))
 
     def deactivate(self) -> None:
-        """Undo everything, last wrapped first."""
+        """Undo everything, last wrapped first. What could not be undone is one warning; it can be tried again."""
         with LOCK:
-            for patch in reversed(self.catalog):
-                entry = RECORD.entries.pop(patch.name, None)
-                if entry is None:
-                    continue
-                implementation = sys.modules.get(f"vllm_hotfix._patches.{patch.name}")
-                undo = getattr(implementation, "undo", None)
+            undone = [self._undo(patch) for patch in reversed(self.catalog)]
+            for name, seam in list(self._seams.items()):
                 try:
-                    if entry.wraps and undo is not None:
-                        undo()
+                    seam.undo()
+                    del self._seams[name]
                 except Exception as error:
-                    RECORD.warn(f"{patch.name} was at work and could not end it: {describe(error)}")
-                finally:
-                    entry.undo()
-            for seam in self._seams.values():
-                seam.undo()
-            self._seams.clear()
+                    undone.append(False)
+                    RECORD.warn(f"{name} cannot be given back: {describe(error)}")
             known = getattr(sys.modules.get("vllm.envs"), "environment_variables", {})
             for name, getter in self._announced.items():
                 if known.get(name) is getter:
@@ -404,8 +425,31 @@ class Activation:
             self._announced.clear()
             FINDER.after.clear()
             RECORD.problems.clear()
-            RECORD.undone = True
+            RECORD.undone = all(undone)
             RECORD.remove()
+
+    @staticmethod
+    def _undo(patch: Patch) -> bool:
+        """Undo a patch, and forget it when that is done. Return whether it is."""
+        entry = RECORD.entries.get(patch.name)
+        if entry is None:
+            return True
+        implementation = sys.modules.get(f"vllm_hotfix._patches.{patch.name}")
+        undo = getattr(implementation, "undo", None)
+        entry.hooked = False
+        try:
+            if entry.wraps and undo is not None:
+                undo()
+        except Exception as error:
+            RECORD.warn(f"{patch.name} was at work and could not end it: {describe(error)}")
+        try:
+            entry.undo()
+        except Exception as error:
+            entry.state, entry.reason = FAILED, f"stands aside, but could not be undone: {describe(error)}"
+            RECORD.warn(f"{patch.name} {entry.reason}")
+            return False
+        del RECORD.entries[patch.name]
+        return True
 
 
 def load_lock() -> Lock | LockError:

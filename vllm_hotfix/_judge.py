@@ -78,7 +78,8 @@ def _judge(patch: Patch, sources: Sources, lock: Lock | LockError) -> Verdict:
     if isinstance(lock, LockError):
         return Verdict(FAILED, str(lock))
     if sources.package("vllm") is None:
-        return Verdict(UNSUPPORTED, "no vLLM is installed in this environment")
+        why = f": {sources.errors['vllm']}" if "vllm" in sources.errors else ""
+        return Verdict(UNSUPPORTED, f"no vLLM is installed in this environment{why}")
     seen = tuple(_see(name, sources, lock) for name in patch.known_names)
     verdict = _judge_vllm(patch, tuple(one for one in seen if one.package == "vllm"), sources, lock)
     beside = tuple(one for one in seen if one.package != "vllm")

@@ -30,6 +30,8 @@ class Proxy(wrapt.FunctionWrapper):  # type: ignore[type-arg]
     """
 
     __bound_function_wrapper__ = _BoundProxy
+    #: The ``Wrap`` that it is of, if it stands in place of a target.
+    _self_wrap: Any = None
 
     def __copy__(self) -> Any:
         return self

@@ -58,12 +58,26 @@ class Entry:
         return self.state, self.reason
 
     def undo(self, keep: Collection[str] = ()) -> None:
-        """Undo what was wrapped, the last first, but for the names to keep."""
-        for wrap in (*reversed(self.wraps.values()), *reversed(self.retired)):
-            if wrap.name not in keep:
+        """Undo what was wrapped, the last first, but for the names to keep.
+
+        Raises:
+            Exception: the first of what was raised. What could not be undone stays here, and its wrapper steps aside.
+        """
+        first: Exception | None = None
+        left: list[Wrap] = []
+        wraps = [one for one in (*reversed(self.wraps.values()), *reversed(self.retired)) if one.name not in keep]
+        for wrap in wraps:  # all at once: half a patch is none, also if what follows is interrupted
+            wrap.enabled = False
+        for wrap in wraps:
+            try:
                 wrap.undo()
-        self.wraps = {name: wrap for name, wrap in self.wraps.items() if name in keep}
-        self.retired = [wrap for wrap in self.retired if wrap.name in keep]
+            except Exception as error:
+                first = first or error
+                left.append(wrap)
+        self.wraps = {name: wrap for name, wrap in self.wraps.items() if name in keep or wrap in left}
+        self.retired = [wrap for wrap in self.retired if wrap.name in keep or wrap in left]
+        if first is not None:
+            raise first
 
 
 class Record:
@@ -152,11 +166,15 @@ class Record:
             atexit.register(self.remove)
 
     def remove(self) -> None:
-        """Remove this process's state file."""
-        if self._written is not None and self._written[0] == os.getpid():
-            with suppress(OSError):
-                self._written[1].unlink()
+        """Remove this process's state file; a failure is one warning, and it is tried again at exit."""
+        if self._written is None or self._written[0] != os.getpid():
+            return
+        path = self._written[1]
+        try:
+            path.unlink(missing_ok=True)
             self._written = None
+        except Exception as error:
+            self.warn(f"{path} cannot be removed: {describe(error)}")
 
     def after_fork(self) -> None:
         """Begin anew in a forked child: the patches are at work there too, what they did was the parent's."""

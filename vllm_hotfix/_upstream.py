@@ -22,8 +22,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from _vllm_hotfix import describe
+
 ABSENT = "absent"  #: stands for a fingerprint where the module, or the function in it, does not exist
 LOCK = "upstream.lock"
+VERSION = "_version.py"  #: vLLM's file that states its version
 _FORMAT = 1
 _RELEASE = re.compile(r"\d+(\.\d+)+(\.post\d+)?")
 
@@ -58,6 +61,8 @@ class Sources:
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
         self._packages: dict[str, Path | None] = {}
+        #: What was raised when a package, or vLLM's version, was looked for.
+        self.errors: dict[str, str] = {}
         self._files: dict[Path, tuple[str, ast.Module]] = {}
 
     def package(self, name: str) -> Path | None:
@@ -72,7 +77,8 @@ class Sources:
             return folder if (folder / "__init__.py").is_file() else None
         try:
             spec = importlib.util.find_spec(name)
-        except Exception:  # a module without a spec, or another package's finder, which may raise anything
+        except Exception as error:  # a module without a spec, or another package's finder, which may raise anything
+            self.errors[name] = describe(error)
             return None
         if spec is None or spec.origin is None or not spec.submodule_search_locations:
             return None  # not there, or only a namespace: a folder of that name, say
@@ -83,8 +89,9 @@ class Sources:
         """The version of vLLM as its ``_version.py`` states it, None where it does not."""
         folder = self.package("vllm")
         try:
-            text = (folder / "_version.py").read_text("utf-8-sig") if folder else ""
-        except (OSError, ValueError):
+            text = (folder / VERSION).read_text("utf-8-sig") if folder else ""
+        except (OSError, ValueError) as error:
+            self.errors[VERSION] = f"cannot be read ({describe(error)})"
             return None
         match = re.search(
             r"""^(?:__version__\s*=\s*)?(?:version|__version__)\s*(?::\s*str\s*)?=\s*["']([^"']*)["']""", text, re.M

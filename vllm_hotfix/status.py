@@ -38,7 +38,7 @@ from ._patch import (
     Problem,
     read_gates,
 )
-from ._upstream import Lock, LockError, Sources
+from ._upstream import VERSION, Lock, LockError, Sources
 
 WIDTH = 100
 #: What a worker imports first: modules of targets import each other, in some releases in a circle.
@@ -68,7 +68,8 @@ def report(*, imported: bool = False) -> dict[str, Any]:
         problems.append(Problem("vllm-hotfix", str(error)))
     folder = sources.package("vllm")
     if folder is not None and parse_version(sources.version) is None:
-        problems.append(Problem("vLLM", f"its version {sources.version!r} is not understood; its code alone decides"))
+        why = sources.errors.get(VERSION, "is not understood")
+        problems.append(Problem("vLLM", f"its version {sources.version!r} {why}; its code alone decides"))
     if imported and folder is not None:
         problems += _import_targets(gates, sources)
     return {

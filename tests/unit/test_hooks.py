@@ -703,6 +703,77 @@ def test_two_patches_of_one_function_are_undone_in_any_case(vllm: Any, activatio
     assert vars(b.C)["g"] is before
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_two_wraps_of_one_function_are_undone_in_any_order(sample: Any, first: int) -> None:
+    """The one below is undone first, or last: the identical function is back, where it was taken as well."""
+    stock, name = sample.plain, "sample:plain"
+    wraps = [Wrap(name, mark, None), Wrap(name, mark, None)]
+    sample.taken = sample.plain
+    wraps[first].undo()
+    assert sample.plain() == sample.taken() == [*stock(), "patched"]
+    wraps[1 - first].undo()
+    assert sample.plain is sample.taken is stock
+
+
+def test_one_reason_is_one_warning(vllm: Any, activation: Any, logged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What keeps several patches from working is said once, with the name and variable of each."""
+    monkeypatch.setattr(Lock, "load", classmethod(lambda cls: Lock("")))
+    activation(**ON, VLLM_HOTFIX_TWO="1")
+    (warning,) = logged()
+    assert "one (VLLM_HOTFIX_ONE), two (VLLM_HOTFIX_TWO) are failed, stock vLLM runs: upstream.lock" in warning
+
+
+def test_an_interrupt_leaves_nothing_half_done(
+    vllm: Any, activation: Any, monkeypatch: pytest.MonkeyPatch, logged: Any
+) -> None:
+    """Ctrl-C in the midst of an activation reaches the caller, stock is back, and the next activation is whole."""
+    a, b = vllm("a"), vllm("b")
+    before = a.f, vars(b.C)["g"]
+    original = Wrap.__init__
+
+    def interrupted(self: Any, name: str, *args: Any) -> None:
+        original(self, name, *args)
+        if name == "vllm.b:C.g":
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Wrap, "__init__", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            activation(**ON)
+    assert (a.f, vars(b.C)["g"]) == before
+    assert a.f is b.f is before[0]
+    activation(**ON)
+    assert state_of(ONE)[0] == ACTIVE
+    assert a.f() == b.C().g() == ["stock", "patched"]
+    assert logged() == []
+
+
+def test_what_cannot_be_undone_steps_aside(
+    vllm: Any, activation: Any, monkeypatch: pytest.MonkeyPatch, logged: Any
+) -> None:
+    """One attribute cannot be given back: all wrappers step aside, status says so, and the next try undoes the rest."""
+    a, b = vllm("a"), vllm("b")
+    before = a.f, vars(b.C)["g"]
+    active = activation(**ON)
+    undo = Wrap.undo
+
+    def broken(self: Any) -> None:
+        if self.name == "vllm.b:C.g":
+            raise OSError("not today")
+        undo(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Wrap, "undo", broken)
+        active.deactivate()
+    assert a.f is b.f is before[0]
+    assert b.C().g() == ["stock"]
+    assert state_of(ONE) == (FAILED, "stands aside, but could not be undone: OSError: not today")
+    assert len(logged()) == 1
+    active.deactivate()
+    assert vars(b.C)["g"] is before[1]
+    assert state_of(ONE) == (OFF, "")
+
+
 def test_deactivation_brings_the_stock_objects_back(vllm: Any, activation: Any) -> None:
     """Every attribute and every rebound name is the identical stock object, vLLM's settings are as before."""
     a, b, envs = vllm("a"), vllm("b"), vllm("envs")
