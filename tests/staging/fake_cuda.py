@@ -288,6 +288,10 @@ class Device:
         end = len(stream.queue)
         self.current.add(lambda: stream.run(end))
 
+    def synchronize(self) -> None:
+        self.called("synchronize", None)
+        self.finish()
+
     def capturing(self) -> bool:
         return self.graph
 

@@ -119,6 +119,10 @@ class Device:
         """Let the current stream wait for all that is queued on another."""
         self.stream().wait_stream(stream)
 
+    def synchronize(self) -> None:
+        """Wait for all that is queued on the device, on any stream. Raises RuntimeError."""
+        torch.cuda.synchronize(self.index)
+
     def capturing(self) -> bool:
         """Whether a CUDA graph is being captured, during which device memory cannot be freed."""
         capturing: bool = torch.cuda.is_current_stream_capturing()

@@ -230,8 +230,11 @@ class Load:
             sizes = [size for extent in extents for *_, size in extent.tensors]
             if self.limit < max(sizes, default=0) and self.limit != 0 and not self._unlimited:
                 raise Odd(f"{LIMIT} is {self.limit}, less than the largest tensor")
-        except Odd as odd:
-            RECORD.warn(f"{NAME}: stock loads these weights: {odd}")
+        except ValueError:  # the streamer cannot read a file
+            raise
+        except Exception as error:
+            why = str(error) if isinstance(error, Odd) else describe(error)
+            RECORD.warn(f"{NAME}: stock loads these weights: {why}")
             self._stock_reads = True
             self._release()
             yield from self._as_stock(streamer, files)

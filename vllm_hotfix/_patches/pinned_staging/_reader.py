@@ -97,7 +97,7 @@ class Reader:
         if not waiting or not self._free:
             return places
         block = self._free.popleft()
-        block.wait()
+        self._staging.wait(block)
         cursor = 0
         while waiting:
             one = waiting[0]

@@ -12,7 +12,7 @@ import torch
 
 from _vllm_hotfix import describe
 
-from ..._record import logger
+from ..._record import RECORD, logger
 
 HELD = 16 << 30  # bytes that the loaders may keep in use, as a reload does until a layer is complete
 _IDLE = 4  # slabs that may wait for the next extent
@@ -85,6 +85,7 @@ class Slabs:
         """A slab of at least ``size`` bytes that the current stream may write, or None: too much is in use."""
         if self._refused:
             return None
+        stream = self.device.stream()
         while self._returned:
             self._idle.append(self._returned.popleft())
         self._idle.sort(key=lambda one: one.size)
@@ -99,7 +100,6 @@ class Slabs:
             slab = self._allocate(max(size, self._size))
             if slab is None:
                 return None
-        stream = self.device.stream()
         try:
             for other in slab.streams - {stream}:
                 self.device.follow_stream(other)
@@ -163,4 +163,4 @@ class Slabs:
             self.device.free(slab.address)
             self._total -= slab.size
         except Exception as error:
-            logger.warning("vllm-hotfix: pinned_staging: device memory is not freed: %s", describe(error))
+            RECORD.warn(f"pinned_staging: device memory is not freed: {describe(error)}")

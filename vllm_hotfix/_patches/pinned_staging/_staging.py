@@ -10,13 +10,14 @@ import os
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from _vllm_hotfix import describe
 
-from ..._record import logger
+from ..._record import RECORD, logger
 
 _PAGE = mmap.PAGESIZE
 _HUGE = 2 << 20
@@ -112,9 +113,9 @@ class Block:
                 assert self._unregister is not None
                 self._unregister(self._registered[-1])
             except Exception as error:
-                if "NOT_REGISTERED" not in str(error):  # as it is after an interrupt
+                if "NOT_REGISTERED" not in describe(error):  # as it is after an interrupt
                     _stuck.append(self.bytes)  # locked memory must not be unmapped
-                    logger.error("vllm-hotfix: pinned_staging: staging memory stays page-locked: %s", describe(error))
+                    RECORD.warn(f"pinned_staging: staging memory stays page-locked: {describe(error)}")
             self._registered.pop()
         _libc.madvise(self.address, self.size, _MADV_DOFORK)
 
@@ -184,7 +185,7 @@ class Staging:
             self.block = max(self.block, min(4 * self.block, self.bound // 2, needed // 2))
         if block.size >= self.block or self._refused:
             return block
-        block.wait()
+        self.wait(block)
         self._drop(block)
         try:
             return self.grow()
@@ -192,6 +193,19 @@ class Staging:
             self._refuse(error)
             self.block = block.size
             return self.pageable()
+
+    def wait(self, block: Block) -> None:
+        """Wait until every copy out of a block is done; if its events cannot say so, until the device is idle.
+
+        Raises:
+            RuntimeError: the device cannot be waited for either, it is lost.
+        """
+        try:
+            block.wait()
+        except Exception as error:
+            RECORD.warn(f"pinned_staging: waits for all of the device instead of an event: {describe(error)}")
+            self.device.synchronize()
+            block.copies.clear()
 
     def _drop(self, block: Block) -> None:
         block.unpin()
@@ -211,7 +225,7 @@ class Staging:
             return
         blocks, self.blocks = self.blocks, []
         interrupt: BaseException | None = None
-        for step in [block.wait for block in blocks] + [block.unpin for block in blocks]:
+        for step in [partial(self.wait, block) for block in blocks] + [block.unpin for block in blocks]:
             done = False
             while not done:
                 try:
