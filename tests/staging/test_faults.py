@@ -10,32 +10,16 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from checkpoint import values
 from fake_cuda import Device, DeviceTensor, Event
+from faults import ERRORS
 
 from vllm_hotfix._patches.pinned_staging import _cuda, _load, _slabs, _staging
 from vllm_hotfix._record import RECORD, Entry
-
-
-class Nasty(Exception):
-    """An exception that cannot even be printed."""
-
-    def __str__(self) -> str:
-        raise RuntimeError("no words")
-
-
-#: What a step can raise, and what of it a line in the log has.
-ERRORS: dict[str, tuple[Callable[[], BaseException], str]] = {
-    "OSError": (lambda: OSError(28, "injected"), "injected"),
-    "MemoryError": (lambda: MemoryError("injected"), "injected"),
-    "Exception": (Nasty, "Nasty"),
-    "KeyboardInterrupt": (KeyboardInterrupt, ""),
-}
 
 #: What a load asks of the system, torch, CUDA and the record: the object that has it (None is vLLM's platform), its
 #: name, and which of its calls fail (0 is all of them, where the call is not stock's too).

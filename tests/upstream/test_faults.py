@@ -29,6 +29,7 @@ from typing import Any
 import frame
 import pytest
 import vllm.envs
+from faults import ERRORS, interrupted, is_free
 from layers import Host, Layer, Piece, Probe, pieces
 from patching import hearing, state_of
 
@@ -42,22 +43,6 @@ RELEASE = os.environ["HOTFIX_RELEASE"]
 OURS = ("vllm_hotfix", "_vllm_hotfix")
 ONE = {"VLLM_HOTFIX_MEASURED_TOTALS": "1"}
 ALL = {"VLLM_HOTFIX_ENABLE": "all"}
-
-
-class Nasty(Exception):
-    """An exception that cannot even be printed."""
-
-    def __str__(self) -> str:
-        raise RuntimeError("no words")
-
-
-#: What a step can raise, and what of it a warning has.
-ERRORS: dict[str, tuple[Callable[[], BaseException], str]] = {
-    "OSError": (lambda: OSError(28, "injected"), "injected"),
-    "MemoryError": (lambda: MemoryError("injected"), "injected"),
-    "Exception": (Nasty, "Nasty"),
-    "KeyboardInterrupt": (KeyboardInterrupt, ""),
-}
 
 
 class Step:
@@ -206,21 +191,6 @@ def changed(before: dict[Any, Any]) -> list[Any]:
     return [key for key in before | after if before.get(key) is not after.get(key)]
 
 
-def is_free(lock: Any) -> bool:
-    """Say whether another thread can take a lock."""
-    taken: list[bool] = []
-
-    def take() -> None:
-        taken.append(lock.acquire(blocking=False))
-        if taken[0]:
-            lock.release()
-
-    thread = threading.Thread(target=take)
-    thread.start()
-    thread.join()
-    return taken[0]
-
-
 class Process:
     """This process before a case: what must be as it was after it."""
 
@@ -331,14 +301,6 @@ def test_a_step_of_activation_fails(
     process.assert_nothing_held()
     vllm_hotfix.deactivate()
     process.assert_stock()
-
-
-def interrupted(function: Callable[[], Any]) -> Any:
-    """Return what a function returns, or that it was interrupted."""
-    try:
-        return function()
-    except KeyboardInterrupt:
-        return KeyboardInterrupt
 
 
 @pytest.mark.parametrize(("step", "error", "gates", "once"), cases(UNDOING))

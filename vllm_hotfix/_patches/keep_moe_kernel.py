@@ -140,9 +140,9 @@ def keep(wrapped: Any, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     fresh = _made(method)
     if fresh.keys() - kept.keys() or all(fresh.get(name) is one for name, one in kept.items()):
         return result  # made for the first time, or kept by stock
-    if _keeps_memory(fresh.get("moe_kernel")):
-        return result
     try:
+        if _keeps_memory(fresh.get("moe_kernel")):
+            return result
         refresh = _Refresh(layer, *info.kernel_tensors)
         refresh.compare(kept, fresh)
         refresh.apply()
@@ -398,15 +398,17 @@ def _remember_config(layer: Module) -> None:
 @contextlib.contextmanager
 def _current_config(layer: Module) -> Iterator[None]:
     """Have the configuration of the first load where there is none."""
-    config = sys.modules["vllm.config"]
-    version = parse_version(RECORD.vllm)
-    remembered = _configs.get(layer, lambda: None)()
-    # Later releases have one, and threads that load: what is current is so for the whole process.
-    late = version is not None and version >= Version("0.27.0.dev0")
-    if late or remembered is None or config.get_current_vllm_config_or_none() is not None:
-        yield
-        return
-    with config.set_current_vllm_config(remembered):
+    with contextlib.ExitStack() as stack:
+        try:
+            config = sys.modules["vllm.config"]
+            version = parse_version(RECORD.vllm)
+            remembered = _configs.get(layer, lambda: None)()
+            # Later releases have one, and threads that load: what is current is so for the whole process.
+            late = version is not None and version >= Version("0.27.0.dev0")
+            if not late and remembered is not None and config.get_current_vllm_config_or_none() is None:
+                stack.enter_context(config.set_current_vllm_config(remembered))
+        except Exception as error:
+            RECORD.warn(f"{PATCH.name}: a reload has no current configuration, as with stock: {describe(error)}")
         yield
 
 
@@ -434,18 +436,15 @@ def finalize_layerwise_reload(wrapped: Any, instance: Any, args: tuple[Any, ...]
         HotfixError: under ``VLLM_HOTFIX_STRICT``, if captured graphs of this model read what is gone.
     """
     result = wrapped(*args, **kwargs)
-    model: Module = args[0] if args else kwargs["model"]
-    model_config = args[1] if len(args) > 1 else kwargs.get("model_config")
-    has_graphs = not getattr(model_config, "enforce_eager", False)
-    layers = list(model.modules())
-    for layer in layers:
-        _look_at(layer)
-    kept = [_refreshed.pop(layer) for layer in layers if layer in _refreshed]
-    if kept:
-        text = "vllm-hotfix: the reload kept %d MoE kernels and refreshed %d of their tensors"
-        logger.info(text, len(kept), sum(kept))
-    stale = [f"{_name(layer)}: {_stale[layer]}" for layer in layers if layer in _stale]
-    if stale and has_graphs:
+    stale: list[str] = []
+    try:
+        model: Module = args[0] if args else kwargs["model"]
+        model_config = args[1] if len(args) > 1 else kwargs.get("model_config")
+        found = _look_at_all(list(model.modules()))
+        stale = [] if getattr(model_config, "enforce_eager", False) else found
+    except Exception as error:
+        RECORD.warn(f"{PATCH.name}: whether captured graphs read what is gone is not known: {describe(error)}")
+    if stale:
         more = f" (and {len(stale) - 1} more layers)" if len(stale) > 1 else ""
         reason = f"{stale[0]}{more}; CUDA graphs that were captured before no longer match, restart vLLM"
         RECORD.stale(PATCH.name, reason)
@@ -454,6 +453,17 @@ def finalize_layerwise_reload(wrapped: Any, instance: Any, args: tuple[Any, ...]
             raise HotfixError(f"vllm-hotfix: {STRICT} is set and {PATCH.name}: {reason}")
     RECORD.save()
     return result
+
+
+def _look_at_all(layers: list[Module]) -> list[str]:
+    """Say what was kept, and return what is gone that graphs of these layers may have captured."""
+    for layer in layers:
+        _look_at(layer)
+    kept = [_refreshed.pop(layer) for layer in layers if layer in _refreshed]
+    if kept:
+        text = "vllm-hotfix: the reload kept %d MoE kernels and refreshed %d of their tensors"
+        logger.info(text, len(kept), sum(kept))
+    return [f"{_name(layer)}: {_stale[layer]}" for layer in layers if layer in _stale]
 
 
 def _look_at(layer: Module) -> None:

@@ -120,9 +120,12 @@ def _recording(model: Module) -> Iterator[None]:
         yield
     finally:
         for tensor, calls in replaced:
-            # Whoever has set another one since meant it.
-            if getattr(tensor, "weight_loader", None) is calls:
-                tensor.weight_loader = calls.__wrapped__
+            try:
+                # Whoever has set another one since meant it.
+                if getattr(tensor, "weight_loader", None) is calls:
+                    tensor.weight_loader = calls.__wrapped__
+            except Exception as error:
+                _warn("a loader that counts stays with its tensor, and does what it stands for", error)
     if failed:
         return
     measured: dict[Module, dict[str, int]] = {}
@@ -217,7 +220,7 @@ class _Reload:
         self.measured = measured
         #: For each layer, the loader calls that have come by tensor name.
         self.calls: WeakKeyDictionary[Module, Counter[str]] = WeakKeyDictionary()
-        #: Layers that stock would have processed, each with the stream on which it would have.
+        #: Layers that stock would have processed, each with what it has of the layer and the stream on which it would.
         self.held: WeakKeyDictionary[Module, Any] = WeakKeyDictionary()
         #: The one among them for which everything has come.
         self.ready: ref[Module] | None = None
@@ -265,9 +268,8 @@ class _Reload:
     def process(self, layer: Module) -> None:
         """Process a layer that was held back, on the stream on which stock would have: its tensors come there."""
         layerwise = sys.modules[_LAYERWISE]
-        stream = self.held.pop(layer)
+        info, stream = self.held.pop(layer)
         self.ready = None
-        info = layerwise.get_layerwise_info(layer)
         if not info.can_load():
             return
         before, self.processing = self.processing, True
@@ -299,13 +301,13 @@ def _on(stream: Any) -> Iterator[None]:
 def initialize_layerwise_reload(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Begin a reload: nothing is pending, and what an abandoned one left is put back."""
     model = args[0] if args else kwargs["model"]
+    reload = _Reload(model in _measured)
     try:
         _put_back(model)
-        reload = _Reload(model in _measured)
         for layer in model.modules():
             _reloads[layer] = reload
     except Exception as error:
-        _forget(model)
+        _forget(reload)
         _warn("this reload has stock's trigger", error)
     return wrapped(*args, **kwargs)
 
@@ -365,7 +367,12 @@ def layerwise_process(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs
     reload = _reloads.get(layer)
     if reload is None or reload.processing or not (layer in reload.held or reload.expected(layer)):
         return wrapped(*args, **kwargs)
-    reload.held[layer] = _stream()
+    try:
+        reload.held[layer] = args[1] if len(args) > 1 else kwargs["info"], _stream()
+    except Exception as error:
+        reload.measured = False
+        _warn("this reload has stock's trigger from here on", error)
+        return wrapped(*args, **kwargs)
     return None
 
 
@@ -377,7 +384,7 @@ def finalize_layerwise_processing(wrapped: Any, instance: Any, args: tuple[Any, 
         return wrapped(*args, **kwargs)
     try:
         reload.processing = True
-        held = [layer for layer in model.modules() if layer in reload.held]
+        held = list(reload.held)
         late = sum(not reload.is_ready(layer) for layer in held)
         if late:
             RECORD.count(PATCH.name, "layers_processed_at_the_end", late)
@@ -389,7 +396,7 @@ def finalize_layerwise_processing(wrapped: Any, instance: Any, args: tuple[Any, 
         RECORD.count(PATCH.name, "reloads")
         return result
     finally:
-        _forget(model)
+        _forget(reload)
         RECORD.save()
 
 
@@ -404,8 +411,8 @@ def undo() -> None:
         _measured.clear()
 
 
-def _forget(model: Module) -> None:
-    for layer in model.modules():
+def _forget(reload: _Reload) -> None:
+    for layer in [layer for layer, one in _reloads.items() if one is reload]:
         _reloads.pop(layer, None)
 
 

@@ -67,7 +67,11 @@ def process_weights_after_loading(wrapped: Any, layer: Module, args: tuple[Any, 
         HotfixError: under ``VLLM_HOTFIX_STRICT``, if captured graphs of this layer read what is gone.
         Exception: what stock raises; the layer has its first tensors then.
     """
-    first = _derived(layer)
+    try:
+        first = _derived(layer)
+    except Exception as error:
+        first = {}
+        RECORD.warn(f"{PATCH.name}: derived weights have other memory after a reload, as in stock: {describe(error)}")
     try:
         result = wrapped(*args, **kwargs)
     except BaseException:
@@ -134,9 +138,9 @@ def _give_up(layer: Module, why: str) -> None:
         HotfixError: it can have some, and ``VLLM_HOTFIX_STRICT`` is set.
     """
     RECORD.count(PATCH.name, "layers_replaced")
-    RECORD.warn(f"{PATCH.name}: derived weights have other memory after a reload, as in stock vLLM: {why}")
     config = getattr(getattr(layer, "_vllm_config", None), "model_config", None)
     if getattr(config, "enforce_eager", False):
+        RECORD.warn(f"{PATCH.name}: derived weights have other memory after a reload, as in stock vLLM: {why}")
         return
     name = getattr(layer, "layer_name", "MLAAttention")
     reason = f"{name}: {why}; CUDA graphs that were captured before no longer match, restart vLLM"

@@ -117,8 +117,12 @@ def make_online_process_loader(wrapped: Any, _: Any, args: tuple[Any, ...], kwar
         layer = layer_ref() if _streams else None
         if layer is None:
             return wrapped(*args, **kwargs)
-        info = sys.modules[_LAYERWISE].get_layerwise_info(layer)
-        before = len(info.loaded_weights)
+        try:
+            info = sys.modules[_LAYERWISE].get_layerwise_info(layer)
+            before = len(info.loaded_weights)
+        except Exception as error:
+            _warn(error)
+            return wrapped(*args, **kwargs)
         result = wrapped(*args, **kwargs)
         try:
             # Of a layer that is complete now, stock has dropped them all.
