@@ -536,6 +536,28 @@ vllm_hotfix._record.RECORD.counters.clear()
     at_work(done)
 
 
+def test_no_thread_gets_ahead_of_the_activation(own_house: Any) -> None:
+    """Python lets a thread import `vllm.steps` while another has only begun with `vllm`: it waits for the patches."""
+    path = own_house.folder / "vllm_hotfix/_judge.py"
+    path.write_text(path.read_text() + "import sys, time\nsys.activating.set()\ntime.sleep(0.3)\n")
+    code = """
+import sys, threading
+sys.activating = threading.Event()
+thread = threading.Thread(target=__import__, args=("vllm",))
+thread.start()
+assert sys.activating.wait(20)
+from vllm.steps import step
+step = step()
+assert step == ["stock", "patched"], step
+thread.join(20)
+import vllm_hotfix
+vllm_hotfix._record.RECORD.counters.clear()
+"""
+    done = own_house.run("-c", code + LOOK, path=(own_house.bootstrap,), **ON)
+    assert done.stderr == ""
+    at_work(done)
+
+
 LOOKED_UP = {
     "find_spec": "util.find_spec('vllm')",
     "its metadata": "import importlib.metadata as m; [*m.distributions()]; m.packages_distributions()",
@@ -644,10 +666,15 @@ def test_wrappers_of_the_users_own_on_the_same_functions(house: Any, order: str)
     results, state, undone = json.loads(done.stdout)
     theirs = [mark for kind, marks in MARKS.items() if kind in order or order == "both ways" for mark in marks]
     assert state == "active"
-    # A name that was taken before theirs came is stock's with or without ours.
-    expected = [["stock", *theirs]] * 2
-    assert undone[:2] == [sorted(one) for one in expected]
-    assert results == [sorted([*one, "patched"]) for one in undone]
+    both = sorted(["stock", *theirs])
+    # Names that others took are not theirs to change, and are ours: vllm.model has taken `step`.
+    taken = ["stock"] if order.endswith("imported") else both
+    assert undone == [both, both, taken]
+    if order == "hooked before, vLLM imported":
+        # What they hold under their wrapper may be what it calls: that is not ours to change.
+        assert results == [sorted([*both, "patched"])] * 2 + [taken]
+    else:
+        assert results == [sorted([*one, "patched"]) for one in undone]
 
 
 @pytest.mark.parametrize("place", ["an earlier .pth", "a later .pth", "sitecustomize", "usercustomize"])
@@ -671,3 +698,104 @@ def test_hooks_of_the_users_own_from_the_start_of_the_interpreter(house: Any, tm
     assert state == "active"
     assert undone == [sorted(["stock", "registered", "when_imported"])] * 3
     assert results == [sorted([*one, "patched"]) for one in undone]
+
+
+# Streams and limits.
+
+
+@pytest.fixture
+def damaged(own_house: Any) -> Any:
+    """A house whose package cannot be imported."""
+    (own_house.folder / "vllm_hotfix/_hooks.py").write_text("raise ImportError('damaged')\n")
+    return own_house
+
+
+@pytest.mark.parametrize("streams", ["2>&-", "1>&- 2>&-", "0<&- 1>&- 2>&-", "2>/dev/full", "1>/dev/full 2>/dev/full"])
+@pytest.mark.parametrize("channel", ["bootstrap", "installed"])
+def test_streams_that_are_closed_or_full(house: Any, tmp_path: Path, streams: str, channel: str) -> None:
+    """A daemon's: the patch is at work all the same, and its state file is not mistaken for a stream."""
+    path = house.bootstrap if channel == "bootstrap" else ""
+    code = LOOK.replace("print(", "open('seen', 'w').write(")
+    done = shell(house.installed, code, streams, tmp_path, PYTHONPATH=str(path))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    seen = json.loads((tmp_path / "seen").read_text())
+    assert seen[:2] == [[PATCHED] * 3, "active"]
+    assert not Path(seen[3]).exists()
+
+
+@pytest.mark.parametrize("streams", ["2>&-", "1>&- 2>&-", "2>/dev/full"])
+def test_a_warning_that_nobody_can_hear(damaged: Any, tmp_path: Path, streams: str) -> None:
+    """Where something is wrong and stderr is closed or full, stock runs, ends well, and stdout is the program's own."""
+    code = RESULTS + "open('seen', 'w').write('whole')"
+    done = shell(damaged.bare, code, streams, tmp_path, PYTHONPATH=str(damaged.bootstrap))
+    # 120 is what Python ends with, whoever wrote the words that are still in stderr's buffer.
+    assert (done.returncode, done.stderr) == (120 if "full" in streams else 0, "")
+    assert done.stdout == ("" if "1>" in streams else json.dumps([STOCK] * 3) + "\n")
+    assert (tmp_path / "seen").read_text() == "whole"
+
+
+def shell(python: Path, code: str, streams: str, folder: Path, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run a program in a folder with its streams redirected by a shell."""
+    env = {"PATH": os.environ["PATH"], "TMPDIR": str(folder), **ON, **environ}
+    command = ["sh", "-c", f'"$1" -c "$2" {streams}', "sh", str(python), code]
+    return subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=60)
+
+
+def test_no_file_may_grow(house: Any, tmp_path: Path) -> None:
+    """`RLIMIT_FSIZE` of 0 while the state file is written: no signal, one warning, and nothing half-written."""
+    code = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))" + LOOK
+    done = house.run("-c", code, python=house.installed, path=(), VLLM_HOTFIX_STATE_DIR=str(tmp_path), **ON)
+    at_work(done, file=False)
+    (warning,) = warnings(done)
+    assert warning.startswith(f"VLLM_HOTFIX_STATE_DIR: {tmp_path}: {NO_FILE}: OSError")
+    assert [str(path) for path in tmp_path.glob("*/*")] == []
+
+
+@pytest.mark.parametrize("free", [0, 1, 2, 3])
+def test_few_open_files_are_allowed(house: Any, tmp_path: Path, free: int) -> None:
+    """With so few free file descriptors when vLLM is imported: where stock can, so it can; at most one warning."""
+    limit = f"import os, resource\nuse = len(os.listdir('/proc/self/fd')) - 1 + {free}\n"
+    limit += "resource.setrlimit(resource.RLIMIT_NOFILE, (use, use))\n"
+    how = {"python": house.installed, "path": (), "TMPDIR": str(tmp_path), "code": None}
+    stock, done = (house.run("-c", limit + RESULTS, **how, **environ) for environ in ({}, ON))
+    assert (stock.returncode == 0) == (free > 0)
+    assert done.returncode == stock.returncode
+    said = [line for line in done.stderr.splitlines() if line.startswith("vllm-hotfix: ")]
+    assert len(said) <= 1
+    if free:
+        assert json.loads(done.stdout) in ([PATCHED] * 3, [STOCK] * 3)
+        assert done.stderr.splitlines() == said
+        assert said or json.loads(done.stdout) == [PATCHED] * 3
+    else:
+        assert done.stderr.splitlines()[-1] == stock.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("allowed", [4, 5, 6])
+def test_an_interpreter_that_may_open_hardly_a_file_starts(house: Any, allowed: int) -> None:
+    """An interpreter that starts without this package starts with it: the .pth line takes no file that it needs."""
+    command = ["sh", "-c", f'ulimit -n {allowed}; exec "$0" -c "print(1)"', str(house.installed)]
+    stock, done = (
+        subprocess.run(command, env=house.environ | environ, cwd="/", capture_output=True, text=True)
+        for environ in ({}, ON)
+    )
+    assert (stock.returncode, stock.stdout) == (0, "1\n")
+    assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
+    assert done.stderr.count("\n") <= 1
+
+
+@pytest.mark.parametrize("damage", ["1 / 0\n", "def\n", "raise SystemError\n", None])
+def test_a_start_module_that_is_damaged(house: Any, tmp_path: Path, damage: str | None) -> None:
+    """Whatever is wrong with `_vllm_hotfix.py` itself, or it is a folder: one line, and the interpreter starts."""
+    home = tmp_path / "venv"
+    shutil.copytree(house.installed.parents[1], home, symlinks=True)
+    (start,) = home.glob("lib/python3*/site-packages/_vllm_hotfix.py")
+    if damage is None:
+        start.write_bytes(b"\0\0")
+    else:
+        start.write_text(damage)
+    done = house.run("-c", RESULTS, python=home / "bin/python", path=(), **ON)
+    assert json.loads(done.stdout) == [STOCK] * 3
+    (warning,) = warnings(done)
+    assert warning.startswith("not active in this process: ")
+    done = house.run("-c", RESULTS, python=home / "bin/python", path=())
+    assert (json.loads(done.stdout), done.stderr) == ([STOCK] * 3, "")
