@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -83,9 +82,8 @@ INTERPRETERS: dict[str, tuple[list[str], dict[str, str]]] = {
 def test_an_interpreters_settings_are_no_matter(house: Any, tmp_path: Path, kind: str) -> None:
     """The patch is at work by way of the .pth, nothing is said, and no state file is left."""
     options, environ = INTERPRETERS[kind]
-    done = house.run(
-        *options, "-c", LOOK, python=house.installed, path=(), cwd=tmp_path, **{"TMPDIR": str(tmp_path), **ON, **environ}
-    )
+    environ = {"TMPDIR": str(tmp_path), **ON, **environ}
+    done = house.run(*options, "-c", LOOK, python=house.installed, path=(), cwd=tmp_path, **environ)
     assert done.stderr == ""
     path = at_work(done)
     assert path is not None
@@ -288,7 +286,8 @@ def test_a_temporary_folder_with_limits(mounted: Any, options: str) -> None:
 
 def test_a_full_disk(mounted: Any, tmp_path: Path) -> None:
     """No room for the state file: one warning, which names the variable that led there, and no draft is left."""
-    fill = 'mount -t tmpfs -o size=16k none "$T"; mkdir -m 700 "$T/vllm-hotfix-$(id -u)"; yes >"$T/full" 2>"$T/full" || true'
+    fill = 'mount -t tmpfs -o size=16k none "$T"; mkdir -m 700 "$T/vllm-hotfix-$(id -u)"'
+    fill += '; yes >"$T/full" 2>"$T/full" || true'
     code = LOOK + "print(os.listdir(_record.folder_path()))"
     done = mounted(fill, code, VLLM_HOTFIX_STATE_DIR=str(tmp_path))
     first, second = done.stdout.splitlines()
@@ -351,7 +350,7 @@ def test_another_user_uses_what_root_installed(users: Any, house: Any, tmp_path:
 
 @pytest.mark.parametrize("planted", ["folder", "link to a folder of one's own", "link to nowhere", "file"])
 def test_what_another_user_planted_is_not_used(users: Any, tmp_path: Path, planted: str) -> None:
-    """In a folder that all can write to, the name was taken by someone else: nothing goes there, one warning says so."""
+    """In a folder that all can write to, someone else took the name: nothing goes there, and one warning says so."""
     mine, theirs = tmp_path / "mine", tmp_path / "vllm-hotfix-4321"
     mine.mkdir(mode=0o700)
     os.chown(mine, 4321, 4321)
@@ -402,7 +401,7 @@ def test_two_users_share_a_temporary_folder(users: Any, tmp_path: Path) -> None:
 def test_200_short_processes_at_once(house: Any, tmp_path: Path, record_property: Any) -> None:
     """Helpers that never import vLLM, and some that do: all end well, say nothing, and leave no state file."""
     look = "import importlib.util as util; print(util.find_spec('vllm') is not None)"
-    codes = (["print(True)"] * 3 + [look] + [f"{RESULTS}"]) * 40
+    codes = (["print(True)"] * 5 + [look] * 2 + [RESULTS]) * 25
     env = {"PATH": os.environ["PATH"], "TMPDIR": str(tmp_path), **ON}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     started = time.monotonic()
@@ -570,13 +569,10 @@ LOOKED_UP = {
 
 def test_looking_vllm_up_is_not_importing_it(house: Any) -> None:
     """Whatever libraries do to see whether it is there, nothing is activated until it is imported, and then it is."""
-    stages = "\n".join(
-        f"{code}\nassert 'vllm' not in sys.modules and 'vllm_hotfix._hooks' not in sys.modules, {name!r}"
-        for name, code in LOOKED_UP.items()
-    )
-    code = f"import contextlib, io, sys\nfrom importlib import util\nwith contextlib.redirect_stdout(io.StringIO()):\n    "
-    code += stages.replace("\n", "\n    ")
-    done = house.run("-c", f"{code}\n{LOOK}", python=house.installed, path=(), **ON)
+    code = "import contextlib, io, sys\nfrom importlib import util\nwith contextlib.redirect_stdout(io.StringIO()):\n"
+    for name, look in LOOKED_UP.items():
+        code += f" {look}\n assert 'vllm' not in sys.modules and 'vllm_hotfix._hooks' not in sys.modules, {name!r}\n"
+    done = house.run("-c", code + LOOK, python=house.installed, path=(), **ON)
     assert done.stderr == ""
     at_work(done)
 
@@ -587,8 +583,9 @@ def test_looking_vllm_up_is_not_importing_it(house: Any) -> None:
         "util.find_spec('vllm.steps')",  # looks inside, so Python imports the package
         "spec = util.find_spec('vllm'); module = util.module_from_spec(spec); sys.modules['vllm'] = module; "
         "spec.loader.exec_module(module)",
-        "spec = util.find_spec('vllm'); spec.loader = util.LazyLoader(spec.loader); module = util.module_from_spec(spec); "
-        "sys.modules['vllm'] = module; spec.loader.exec_module(module); module.__doc__",
+        "spec = util.find_spec('vllm'); spec.loader = util.LazyLoader(spec.loader); "
+        "module = util.module_from_spec(spec); sys.modules['vllm'] = module; spec.loader.exec_module(module); "
+        "module.__doc__",
         "import runpy; runpy.run_module('vllm.model', run_name='__main__', alter_sys=True)",
         "import vllm; del sys.modules['vllm']; import vllm.model; importlib.reload(vllm); importlib.reload(vllm.model)",
     ],

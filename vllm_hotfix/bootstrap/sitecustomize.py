@@ -24,7 +24,7 @@ def _start() -> None:
     except Exception as error:
         try:
             if sys.stderr is not None:  # print would take stdout
-                print(f"vllm-hotfix: not active in this process: {error!r}", file=sys.stderr)
+                print(f"vllm-hotfix: not active in this process: {type(error).__name__}: {error}", file=sys.stderr)
         except Exception:
             pass  # closed, or full
     else:
