@@ -113,7 +113,7 @@ def test_without_site_whoever_wants_it_imports_it(house: Any) -> None:
 
 
 def test_a_lib64_link_activates_once(house: Any, tmp_path: Path) -> None:
-    """A Python whose libraries are in ``lib64``, and a venv where that is a link: site reads the .pth twice."""
+    """A Python whose libraries are in ``lib64``, and a venv where that is a link: site reads the .pth several times."""
     base, home = tmp_path / "base", tmp_path / "venv"
     base.mkdir()
     for name in ("bin", "lib"):
@@ -127,12 +127,19 @@ def test_a_lib64_link_activates_once(house: Any, tmp_path: Path) -> None:
         (home / "lib64").symlink_to("lib")
     (packages,) = home.glob("lib/python3*/site-packages")
     (packages / "vllm_hotfix_seen.pth").write_text("import sys; sys.__dict__.setdefault('seen', []).append(1)\n")
-    code = f"{LOOK}\nprint(len(sys.seen), sum(type(one).__module__ == '_vllm_hotfix' for one in sys.meta_path))"
-    done = house.run("-c", code, python=home / "bin/python", path=(), PYTHONPLATLIBDIR="lib64", **ON)
-    first, second = done.stdout.splitlines()
+    code = LOOK + (
+        "print(len(sys.seen), sum(type(one).__module__ == '_vllm_hotfix' for one in sys.meta_path))\n"
+        "print(sum(path.endswith('site-packages') for path in sys.path))\n"
+    )
+    # Python 3.10 does not look for its own library there; a venv's site-packages are read twice there, too.
+    newer = sys.version_info >= (3, 11)
+    platlibdir = {"PYTHONPLATLIBDIR": "lib64"} if newer else {}
+    done = house.run("-c", code, python=home / "bin/python", path=(), **platlibdir, **ON)
+    first, second, folders = done.stdout.splitlines()
     read, finders = map(int, second.split())
-    assert read > 1, "it was not read twice"
+    assert read > 1, "it was read once only"
     assert finders == 1
+    assert folders == ("2" if newer else "1")
     assert json.loads(first)[:3] == [[PATCHED] * 3, "active", {"marks": {"calls": 3}}]
     assert done.stderr == ""
 
@@ -191,6 +198,8 @@ def test_a_folder_whose_name_is_no_text(own_house: Any, tmp_path: Path) -> None:
     except OSError as error:
         pytest.skip(f"this file system has no such name: {error}")
     own_house.folder = folder
+    for extension in folder.glob("wrapt/*.so"):  # Python 3.13 loads none from there, and wrapt does without
+        extension.unlink()
     plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "TMPDIR": str(folder)}
     done = own_house.run("-c", LOOK, path=(own_house.bootstrap,), **ON, **plain)
     assert done.stderr == ""
