@@ -30,6 +30,7 @@ def look(worker: Any) -> dict[str, Any]:
     layerwise = sys.modules.get("vllm.model_executor.model_loader.reload.layerwise")
     return {
         "pid": os.getpid(),
+        "from": hotfix.__file__ if hotfix else None,
         "vllm": "vllm" in sys.modules,
         "gate": os.environ.get("VLLM_HOTFIX_MEASURED_TOTALS"),
         "finders": [type(finder).__module__ for finder in sys.meta_path].count("_vllm_hotfix"),
@@ -50,6 +51,7 @@ def import_targets(worker: Any) -> None:
 
 def main(checkpoint: str, other: str, result: Path) -> None:
     """Drive one actor from its import of vLLM to a reload."""
+    os.chdir(result.parent)  # Ray has its workers import from the current folder, which is not to be the checkout
     home = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # short: it holds sockets
     ray.init(
         num_cpus=1,

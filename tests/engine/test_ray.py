@@ -11,6 +11,8 @@ import pytest
 from engine import checkpoints
 from engine.launch import Command, environment
 
+import vllm_hotfix
+
 pytest.importorskip("ray", reason="needs Ray")
 
 
@@ -55,6 +57,7 @@ def test_variables_that_arrive_late_are_honoured(result: Any) -> None:
         assert {"finalize_layerwise_processing", "initialize_layerwise_reload"} <= {*stages[name]["wrapped"]}
         assert {"finalize_layerwise_processing", "initialize_layerwise_reload"} <= {*stages[name]["taken"]}
         assert stages[name]["finders"] == 1
+    assert stages["loaded"]["from"] == vllm_hotfix.__file__, "not the installed package"
     assert {stage["pid"] for stage in stages.values()} == {stages["loaded"]["pid"]}
 
 
