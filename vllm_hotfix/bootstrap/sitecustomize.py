@@ -22,7 +22,11 @@ def _start() -> None:
             sys.path.append(_home)
             import _vllm_hotfix
     except Exception as error:
-        print(f"vllm-hotfix: not active in this process: {type(error).__name__}: {error}", file=sys.stderr)
+        try:
+            if sys.stderr is not None:  # print would take stdout
+                print(f"vllm-hotfix: not active in this process: {type(error).__name__}: {error}", file=sys.stderr)
+        except Exception:
+            pass  # closed, or full
     else:
         _vllm_hotfix.start()
 
