@@ -78,6 +78,7 @@ class Record:
         self._warned: set[str] = set()
         self._lock = threading.Lock()
         self._written: tuple[int, Path] | None = None
+        self._follows = False
 
     def count(self, patch: str, counter: str, number: int = 1) -> None:
         """Add to a patch's counter."""
@@ -149,7 +150,19 @@ class Record:
             raise
         if self._written is None or self._written[0] != os.getpid():
             self._written = os.getpid(), path
-            atexit.register(self.remove)
+            self._remove_at_exit()
+
+    def _remove_at_exit(self) -> None:
+        # vLLM has imported it long since; the status command does without.
+        from multiprocessing import util
+
+        atexit.register(self.remove)
+        # What multiprocessing has forked, as vLLM does its core and workers, ends without atexit, and it may never
+        # have a reason of its own to write.
+        util.Finalize(None, self.remove, exitpriority=-1)
+        if not self._follows:
+            self._follows = True
+            util.register_after_fork(self, Record.save)
 
     def remove(self) -> None:
         """Remove this process's state file."""
@@ -200,7 +213,8 @@ def own_folder(*, create: bool = False) -> Path:
 def live() -> Iterator[dict[str, Any] | str]:
     """Read the state files: a dict for each running process, a line of text for each file that is skipped.
 
-    Files of processes that are gone are removed.
+    A dict has what the process wrote, and its ``title``: what ``ps`` shows of it now, which is how vLLM tells its
+    processes apart. Files of processes that are gone are removed.
 
     Raises:
         OSError: the folder is there but cannot be used.
@@ -232,7 +246,7 @@ def live() -> Iterator[dict[str, Any] | str]:
             with suppress(OSError):
                 path.unlink()
         else:
-            yield state
+            yield state | {"title": _title(state["pid"]) or state["command"]}
 
 
 def _checked(state: Any) -> dict[str, Any]:
@@ -265,6 +279,15 @@ def _started(pid: int) -> int | None:
         return None if state == "Z" else int(fields[18])
     except (OSError, ValueError, IndexError):
         return None
+
+
+def _title(pid: int) -> str:
+    """The command line of a process, or the title that it has given itself; empty if that cannot be read."""
+    try:
+        text = Path(f"/proc/{pid}/cmdline").read_bytes().decode("utf-8", "replace")
+    except OSError:
+        return ""
+    return " ".join(text.replace("\0", " ").split())[:500]
 
 
 def _namespace() -> int:
