@@ -1,0 +1,327 @@
+"""Many starts of real engines, cheaply: each in a fork of a process that has imported what it needs already.
+
+Run as a program this file imports what vLLM imports, torch above all, but neither vLLM nor the package. For each
+stage that comes on stdin it forks a child, which imports vLLM as an interpreter with that stage's environment does, and
+which forks again for each start. Engines with processes of their own fork those too, which is vLLM's way wherever the
+platform is not a CPU; the way of the CPU, spawning them, is for the tests that start whole interpreters.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import importlib
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "upstream"))
+
+import frame
+
+HERE = Path(__file__).resolve().parent
+WORKER = "VllmWorker"  # how vLLM's worker processes are named
+LAYERWISE = f"{frame.RELOAD}.layerwise"
+#: An engine is the same wherever these tests start one.
+ENGINE = {
+    "skip_tokenizer_init": True,
+    "enforce_eager": True,
+    "kv_cache_memory_bytes": 16 << 20,
+    "max_model_len": 64,
+    "max_num_batched_tokens": 64,
+    "max_num_seqs": 4,
+    "seed": 0,
+}
+PROMPTS = [[1, 5, 9, 13, 17 + number] for number in range(3)]
+
+
+@dataclass
+class Start:
+    """One start of an engine.
+
+    Attributes:
+        processes: whether the engine has processes of its own.
+        plugins: ``VLLM_PLUGINS``; None leaves it unset.
+        inject: name of a function of this file that the API process calls first.
+    """
+
+    processes: bool = False
+    plugins: str | None = None
+    inject: str = ""
+
+
+@dataclass
+class Stage:
+    """An environment, and the starts in it by their names."""
+
+    path: list[str]
+    environ: dict[str, str]
+    starts: dict[str, Start] = field(default_factory=dict)
+
+
+@dataclass
+class Outcome:
+    """How a start went.
+
+    Attributes:
+        error: what the API process raised, with its type's name; None if the engine started.
+        tokens: greedy tokens of the engine that started.
+        live: the processes that ``--live`` listed then.
+        left: ids of the processes that outlived the API process.
+        output: what all its processes wrote.
+        before: what was written before by the process that imported vLLM.
+    """
+
+    error: str | None
+    tokens: list[list[int]] | None
+    live: list[dict[str, Any]]
+    left: list[int]
+    output: str
+    before: str
+
+    @property
+    def warnings(self) -> list[str]:
+        """The lines in which the package warned."""
+        return warnings(self.before + self.output)
+
+
+def warnings(output: str) -> list[str]:
+    """The lines of a log in which the package warned, without what comes before its own words."""
+    lines = [line for line in output.splitlines() if "vllm-hotfix: " in line and "Error: vllm-hotfix: " not in line]
+    return [line.partition("vllm-hotfix: ")[2] for line in lines if " INFO " not in line]
+
+
+def generate(llm: Any) -> list[list[int]]:
+    """Greedy tokens for the prompts."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0, max_tokens=16, detokenize=False, ignore_eos=True)
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], sampling, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+# What is done to an engine, called in its API process.
+
+
+def under() -> None:
+    """Have the process that loads the model replace a function before the package sees it, by an import hook."""
+    _replace_when_imported()
+    sys.meta_path.insert(1, sys.meta_path.pop(0))  # beneath the package's
+
+
+def over() -> None:
+    """Have the process that loads the model replace a function that the package has wrapped."""
+    _replace_when_imported()
+
+
+def _replace_when_imported() -> None:
+    import wrapt
+
+    def replace(module: Any) -> None:
+        if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0" or _name().startswith(WORKER):
+            module._layerwise_process = lambda layer, info: None
+
+    assert LAYERWISE not in sys.modules
+    sys.meta_path[:] = [one for one in sys.meta_path if type(one).__name__ != "ImportHookFinder"]
+    sys.meta_path.insert(0, wrapt.importer.ImportHookFinder())
+    wrapt.register_post_import_hook(replace, LAYERWISE)
+
+
+def _name() -> str:
+    return multiprocessing.current_process().name
+
+
+# The process that forks.
+
+
+def serve(folder: Path, model: str) -> None:
+    """Fork a child for each stage, as many at once as there are cores."""
+    stages = {name: Stage(**stage) for name, stage in json.load(sys.stdin).items()}
+    for module in frame._PRELOADED:
+        importlib.import_module(module)
+    assert not {"vllm", "vllm_hotfix"} & sys.modules.keys()
+    # A collection in a child would copy all this memory.
+    gc.disable()
+    gc.freeze()
+    running = 0
+    for name, stage in stages.items():
+        if running >= max(2, os.cpu_count() or 1):
+            os.wait()
+            running -= 1
+        (folder / name).mkdir()
+        if os.fork() == 0:
+            _end(lambda name=name, stage=stage: _stage(folder / name, stage, model))
+        running += 1
+    for _ in range(running):
+        os.wait()
+
+
+def _end(work: Callable[[], None]) -> NoReturn:
+    """Work, and end as an interpreter does, but without taking thousands of modules apart."""
+    code = 1
+    try:
+        work()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _stage(folder: Path, stage: Stage, model: str) -> None:
+    _write_into(folder / "output")
+    os.environ.clear()
+    os.environ.update(frame.clean_environment() | stage.environ | {"TMPDIR": str(folder)})
+    os.environ["PYTHONPATH"] = os.pathsep.join([*stage.path, os.environ.get("PYTHONPATH", "")])
+    sys.path[:0] = stage.path
+    sys.path_importer_cache.clear()
+    importlib.invalidate_caches()
+    sys.modules.pop("sitecustomize", None)
+    frame.site.execsitecustomize()
+    sys.modules["torch"].set_num_threads(1)  # its thread pool has not come along
+    import vllm.entrypoints.llm  # noqa: F401
+    import vllm.v1.engine.utils
+    import vllm.v1.executor.multiproc_executor
+
+    context = multiprocessing.get_context("fork")
+    for module in (vllm.v1.engine.utils, vllm.v1.executor.multiproc_executor):
+        module.get_mp_context = lambda: context
+    for name, start in stage.starts.items():
+        (folder / name).mkdir()
+        one = Start(**start) if isinstance(start, dict) else start
+        pid = os.fork()
+        if pid == 0:
+            _end(lambda name=name, one=one: _start(folder / name, one, model))
+        os.waitpid(pid, 0)
+        (folder / name / "left").write_text(json.dumps(end_session(pid)))
+
+
+def _start(folder: Path, start: Start, model: str) -> None:
+    os.setsid()
+    _write_into(folder / "output")
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(start.processes))
+    if start.plugins is not None:
+        os.environ["VLLM_PLUGINS"] = start.plugins
+    if start.inject:
+        globals()[start.inject]()
+    from vllm import LLM
+
+    found: dict[str, Any] = {"error": None, "tokens": None, "live": []}
+    try:
+        llm = LLM(model=model, **ENGINE)
+        found["tokens"] = generate(llm)
+        if "vllm_hotfix._hooks" in sys.modules:
+            from vllm_hotfix.status import live_report
+
+            found["live"] = live_report()["processes"]
+        llm.llm_engine.engine_core.shutdown()
+    except Exception as error:
+        found["error"] = f"{type(error).__name__}: {error}"
+    (folder / "draft").write_text(json.dumps(found))
+    (folder / "draft").rename(folder / "result")
+
+
+def end_session(leader: int, patience: float = 3) -> list[int]:
+    """The processes of a session whose leader has ended, after a while for them to end too; then they are killed."""
+    deadline = time.monotonic() + patience
+    while found := _session(leader):
+        if time.monotonic() > deadline:
+            for pid in found:
+                os.kill(pid, signal.SIGKILL)
+            break
+        time.sleep(0.05)
+    return found
+
+
+def _session(leader: int) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, _, session = path.read_text().rpartition(")")[2].split()[:4]
+        except OSError:
+            continue
+        if int(session) == leader and state != "Z":
+            found.append(int(path.parent.name))
+    return found
+
+
+def _write_into(file: Path) -> None:
+    handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(handle, 1)
+    os.dup2(handle, 2)
+
+
+# The test's side.
+
+
+class Starts:
+    """The process that forks, and the outcomes of its starts."""
+
+    def __init__(self, stages: Mapping[str, Stage], folder: Path, model: Path) -> None:
+        self.folder = folder
+        environ = frame.clean_environment() | {
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_NO_USAGE_STATS": "1",
+        }
+        with open(folder / "log", "w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, __file__, str(folder), str(model)],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                text=True,
+                env=environ,
+                start_new_session=True,
+            )
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({name: asdict(stage) for name, stage in stages.items()}))
+        self.process.stdin.close()
+
+    def outcome(self, stage: str, name: str, patience: float = 300) -> Outcome:
+        """Wait for a start to end."""
+        home = self.folder / stage
+        deadline = time.monotonic() + patience
+        while not (home / name / "left").exists():
+            if self.process.poll() is not None and not (home / name / "left").exists():
+                break
+            assert time.monotonic() < deadline, f"{stage}, {name} does not end"
+            time.sleep(0.05)
+        if not (home / name / "result").exists():
+            files = [self.folder / "log", home / "output", home / name / "output"]
+            raise RuntimeError("\n".join(file.read_text("utf-8", "replace") for file in files if file.exists()))
+        found = json.loads((home / name / "result").read_text())
+        left = json.loads((home / name / "left").read_text())
+        texts = [(file / "output").read_text("utf-8", "replace") for file in (home / name, home)]
+        return Outcome(**found, left=left, output=texts[0], before=texts[1])
+
+
+@contextmanager
+def starting(stages: Mapping[str, Stage], folder: Path, model: Path) -> Iterator[Starts]:
+    """Start the process that forks, and end it and what it has begun."""
+    starts = Starts(stages, folder, model)
+    try:
+        yield starts
+    finally:
+        starts.process.terminate()
+        starts.process.wait()
+
+
+if __name__ == "__main__":
+    serve(Path(sys.argv[1]), sys.argv[2])
