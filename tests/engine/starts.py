@@ -116,7 +116,8 @@ def generate(llm: Any) -> list[list[int]]:
 def under() -> None:
     """Have the process that loads the model replace a function before the package sees it, by an import hook."""
     _replace_when_imported()
-    sys.meta_path.insert(1, sys.meta_path.pop(0))  # beneath the package's
+    hook = sys.meta_path.pop(0)
+    sys.meta_path.insert(sys.meta_path.index(sys.modules["_vllm_hotfix"].FINDER) + 1, hook)
 
 
 def over() -> None:
@@ -192,7 +193,7 @@ def _stage(folder: Path, stage: Stage, model: str) -> None:
     sys.modules.pop("sitecustomize", None)
     frame.site.execsitecustomize()
     sys.modules["torch"].set_num_threads(1)  # its thread pool has not come along
-    import vllm.entrypoints.llm  # noqa: F401
+    import vllm.entrypoints.llm
     import vllm.v1.engine.utils
     import vllm.v1.executor.multiproc_executor
 

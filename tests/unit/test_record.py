@@ -463,8 +463,10 @@ if __name__ == "__main__":
 
 
 def test_a_process_of_multiprocessing_is_listed_from_its_fork_to_its_end(real_house: Any, tmp_path: Path) -> None:
-    """vLLM forks its engine core and workers so, except on a CPU: such a process need never import a target, and ends
-    without what ``atexit`` knows. Its file is there from the first, also a grandchild's, and gone when it has ended.
+    """Its file is there from the first, also a grandchild's, and gone when it has ended.
+
+    The engine core and the workers are forked so by vLLM, except on a CPU: such a process need never import a target,
+    and ends without what ``atexit`` knows.
     """
     done = real_house.run("-c", MULTIPROCESSING, TMPDIR=str(tmp_path))
     assert json.loads(done.stdout) == [True, True, True]
@@ -485,7 +487,7 @@ def test_a_killed_process_is_dropped_by_the_next_reader(real_house: Any, tmp_pat
 
 
 def test_a_process_is_shown_by_the_title_that_it_has_given_itself(real_house: Any, tmp_path: Path) -> None:
-    """vLLM's engine core and workers were all started by one command, and set titles that ``ps`` shows."""
+    """One command starts vLLM's engine core and its workers: they set titles, which ``ps`` shows."""
     code = SCRIPT.partition("folder = ")[0] + "os.execv('/bin/cat', ['VLLM::Worker_TP0'])"
     environ = {"PYTHONPATH": str(real_house.folder), "TMPDIR": str(tmp_path)}
     with subprocess.Popen(
