@@ -115,7 +115,10 @@ def settings() -> str:
 
 
 def warn(message: str) -> None:
-    """Print one line on stderr: the last resort where nothing of the package is imported yet."""
+    """Print one line on stderr, once: the last resort where nothing of the package is imported yet."""
+    if message in WARNED:
+        return
+    WARNED.add(message)
     try:
         print(f"vllm-hotfix: {message}", file=sys.stderr)
     except Exception:
@@ -123,6 +126,7 @@ def warn(message: str) -> None:
 
 
 FINDER = Finder()
+WARNED: "set[str]" = set()
 
 
 def start() -> None:
@@ -146,11 +150,12 @@ def wait_for_vllm() -> None:
 def _activate(module: "Any" = None) -> None:
     try:
         import vllm_hotfix
-    except Exception:
+    except Exception as error:
         if strict():
             check_at_start(plugin)
-        raise
-    vllm_hotfix.activate()
+        warn(f"not active in this process: {describe(error)}")
+    else:
+        vllm_hotfix.activate()
 
 
 def check_at_start(check: "Callable[[], None]") -> None:
@@ -184,10 +189,8 @@ def plugin() -> None:
         import vllm_hotfix
     except Exception as error:
         if strict():
-            reason = f"the package cannot be imported: {describe(error)}"
-            raise RuntimeError(
-                f"vllm-hotfix: VLLM_HOTFIX_STRICT is set, but not active: {settings()}; {reason}"
-            ) from error
+            words = f"VLLM_HOTFIX_STRICT is set, but not active: {settings()}; {describe(error)}"
+            raise RuntimeError(f"vllm-hotfix: {words}") from error
         warn(f"not active in this process: {describe(error)}")
     else:
         vllm_hotfix.activate()

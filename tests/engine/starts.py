@@ -1,9 +1,12 @@
-"""Many starts of real engines, cheaply: each in a fork of a process that has imported what it needs already.
+"""Starts of real engines, for `test_strict.py` and `test_live.py`.
 
-Run as a program this file imports what vLLM imports, torch above all, but neither vLLM nor the package. For each
-stage that comes on stdin it forks a child, which imports vLLM as an interpreter with that stage's environment does, and
-which forks again for each start. Engines with processes of their own fork those too, which is vLLM's way wherever the
-platform is not a CPU; the way of the CPU, spawning them, is for the tests that start whole interpreters.
+Many starts are cheap, each in a fork: ``starts.py FOLDER MODEL`` imports what vLLM imports, torch above all, but
+neither vLLM nor the package. For each stage that comes on stdin it forks a child, which imports vLLM as an interpreter
+with that stage's environment does, and which forks again for each start. Engines with processes of their own fork those
+too, which is vLLM's way wherever the platform is not a CPU.
+
+Some are whole: ``starts.py PLAN`` starts one engine in an interpreter of its own, and vLLM spawns the others, which is
+its way on a CPU and in ``vllm serve``.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -53,16 +57,18 @@ class Start:
         processes: whether the engine has processes of its own.
         plugins: ``VLLM_PLUGINS``; None leaves it unset.
         inject: name of a function of this file that the API process calls first.
+        lenient: whether ``VLLM_HOTFIX_STRICT`` is taken away first, if the stage has it.
     """
 
     processes: bool = False
     plugins: str | None = None
     inject: str = ""
+    lenient: bool = False
 
 
 @dataclass
 class Stage:
-    """An environment, and the starts in it by their names."""
+    """An environment, and the starts in it by their names; ``path`` comes first on PYTHONPATH."""
 
     path: list[str]
     environ: dict[str, str]
@@ -142,6 +148,36 @@ def _name() -> str:
     return multiprocessing.current_process().name
 
 
+def drift_later() -> None:
+    """Have processes that are spawned from now on find another vLLM, as if it were changed while an engine starts."""
+    sys.path.insert(0, os.environ["DRIFTED"])  # which spawned processes take over
+
+
+# One engine.
+
+
+def run(plan: dict[str, Any]) -> None:
+    """Start an engine, answer on stdout, then do what comes on stdin: ``reload``, until the end of it."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    import vllm
+
+    if plan["inject"]:
+        globals()[plan["inject"]]()
+    try:
+        llm = vllm.LLM(**{**ENGINE, **plan["options"]})
+    except Exception as error:
+        traceback.print_exc()
+        print(json.dumps({"error": f"{type(error).__name__}: {error}"}), file=answers, flush=True)
+        return
+    print(json.dumps({"tokens": generate(llm)}), file=answers, flush=True)
+    for word in sys.stdin:
+        assert word == "reload\n"
+        llm.collective_rpc("reload_weights")
+        print(json.dumps({"tokens": generate(llm)}), file=answers, flush=True)
+    llm.llm_engine.engine_core.shutdown()
+
+
 # The process that forks.
 
 
@@ -184,9 +220,10 @@ def _end(work: Callable[[], None]) -> NoReturn:
 
 def _stage(folder: Path, stage: Stage, model: str) -> None:
     _write_into(folder / "output")
+    environ = environment(stage.path, stage.environ)
     os.environ.clear()
-    os.environ.update(frame.clean_environment() | stage.environ | {"TMPDIR": str(folder)})
-    os.environ["PYTHONPATH"] = os.pathsep.join([*stage.path, os.environ.get("PYTHONPATH", "")])
+    os.environ.update(environ | {"TMPDIR": str(folder)})
+    tempfile.tempdir = None  # found before
     sys.path[:0] = stage.path
     sys.path_importer_cache.clear()
     importlib.invalidate_caches()
@@ -214,6 +251,8 @@ def _start(folder: Path, start: Start, model: str) -> None:
     os.setsid()
     _write_into(folder / "output")
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(start.processes))
+    if start.lenient:
+        del os.environ[frame.STRICT]
     if start.plugins is not None:
         os.environ["VLLM_PLUGINS"] = start.plugins
     if start.inject:
@@ -270,17 +309,84 @@ def _write_into(file: Path) -> None:
 # The test's side.
 
 
+def environment(path: list[str], environ: Mapping[str, str]) -> dict[str, str]:
+    """What an interpreter finds around it: these folders first on PYTHONPATH, these variables, none else of vLLM."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "RUNAI_"))}
+    settings = {
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",  # the model is tiny, and engines run side by side
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    inherited = os.environ.get("PYTHONPATH")
+    return clean | settings | {"PYTHONPATH": os.pathsep.join([*path, *filter(None, [inherited])])} | environ
+
+
+class Whole:
+    """An engine in an interpreter of its own, with spawned processes, in a session of its own.
+
+    Args:
+        folder: made for its log and its temporary files.
+        path: folders that come first on PYTHONPATH.
+        environ: variables.
+        inject: name of a function of this file that its API process calls first.
+        options: what ``vllm.LLM`` gets beside `ENGINE`.
+    """
+
+    def __init__(
+        self, folder: Path, path: list[str], environ: Mapping[str, str], inject: str = "", **options: Any
+    ) -> None:
+        folder.mkdir()
+        self.folder = folder
+        (folder / "plan").write_text(json.dumps({"inject": inject, "options": options}))
+        self.environ = environment(path, {"TMPDIR": str(folder), "VLLM_LOGGING_COLOR": "0", **environ})
+        with open(folder / "log", "w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", __file__, str(folder / "plan")],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=self.environ,
+                start_new_session=True,
+            )
+
+    def __enter__(self) -> Whole:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        end_session(self.process.pid, patience=0)
+
+    @property
+    def log(self) -> str:
+        """What all its processes have written so far."""
+        return (self.folder / "log").read_text("utf-8", "replace")
+
+    def answer(self, word: str = "") -> dict[str, Any]:
+        """Say a word to its API process, if there is one to say, and wait for the answer."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        if word:
+            print(word, file=self.process.stdin, flush=True)
+        line = self.process.stdout.readline()
+        assert line, self.log
+        return dict(json.loads(line))
+
+    def end(self) -> list[int]:
+        """Have it end; returns the processes that outlived it, which are ended too."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(120)
+        return end_session(self.process.pid)
+
+
 class Starts:
     """The process that forks, and the outcomes of its starts."""
 
     def __init__(self, stages: Mapping[str, Stage], folder: Path, model: Path) -> None:
         self.folder = folder
-        environ = frame.clean_environment() | {
-            "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_NO_USAGE_STATS": "1",
-        }
         with open(folder / "log", "w") as log:
             self.process = subprocess.Popen(
                 [sys.executable, __file__, str(folder), str(model)],
@@ -288,7 +394,7 @@ class Starts:
                 stdout=log,
                 stderr=log,
                 text=True,
-                env=environ,
+                env=environment([], {}),
                 start_new_session=True,
             )
         assert self.process.stdin is not None
@@ -325,4 +431,7 @@ def starting(stages: Mapping[str, Stage], folder: Path, model: Path) -> Iterator
 
 
 if __name__ == "__main__":
-    serve(Path(sys.argv[1]), sys.argv[2])
+    if len(sys.argv) == 2:
+        run(json.loads(Path(sys.argv[1]).read_text()))
+    else:
+        serve(Path(sys.argv[1]), sys.argv[2])
