@@ -84,6 +84,7 @@ class Outcome:
         tokens: greedy tokens of the engine that started.
         live: the processes that ``--live`` listed then.
         left: ids of the processes that outlived the API process.
+        files: names of the state files that they have left.
         output: what all its processes wrote.
         before: what was written before by the process that imported vLLM.
     """
@@ -92,6 +93,7 @@ class Outcome:
     tokens: list[list[int]] | None
     live: list[dict[str, Any]]
     left: list[int]
+    files: list[str]
     output: str
     before: str
 
@@ -244,7 +246,13 @@ def _stage(folder: Path, stage: Stage, model: str) -> None:
         if pid == 0:
             _end(lambda name=name, one=one: _start(folder / name, one, model))
         os.waitpid(pid, 0)
-        (folder / name / "left").write_text(json.dumps(end_session(pid)))
+        left = {"left": end_session(pid), "files": []}
+        for file in folder.glob("vllm-hotfix-*/*"):
+            if not file.name.endswith(f"-{os.getpid()}.json"):
+                left["files"].append(file.name)
+                file.unlink()
+        (folder / name / "draft").write_text(json.dumps(left))
+        (folder / name / "draft").rename(folder / name / "left")
 
 
 def _start(folder: Path, start: Start, model: str) -> None:
@@ -416,7 +424,7 @@ class Starts:
         found = json.loads((home / name / "result").read_text())
         left = json.loads((home / name / "left").read_text())
         texts = [(file / "output").read_text("utf-8", "replace") for file in (home / name, home)]
-        return Outcome(**found, left=left, output=texts[0], before=texts[1])
+        return Outcome(**found, **left, output=texts[0], before=texts[1])
 
 
 @contextmanager

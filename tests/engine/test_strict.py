@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from engine import checkpoints, starts
-from engine.starts import Outcome, Stage, Start, Starts, Whole, frame
+from engine.starts import Stage, Start, Starts, Whole, frame
 
 GATE, STRICT, LAYERWISE = frame.GATE, frame.STRICT, starts.LAYERWISE
 ON = {GATE: "1"}
@@ -144,7 +144,6 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 @pytest.fixture(scope="module")
 def forked(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Starts]:
     """All starts in forks: they begin with the first test that asks, and go on while others run."""
-
     stages = {}
     for fault in (*LATE, "sound", *EARLY):  # the long ones first
         inject = fault if fault in ("under", "over") else ""
@@ -213,7 +212,7 @@ def assert_said(message: str, fault: tuple[str, str]) -> None:
 @pytest.mark.parametrize(("engine", "plugin"), CASES)
 @pytest.mark.parametrize("fault", EARLY)
 def test_the_api_process_refuses(forked: Starts, fault: str, engine: str, plugin: str) -> None:
-    """What is wrong before the start is in the exception that ``LLM(...)`` raises; nothing was started, none is left."""
+    """What is wrong before the start is in the exception that ``LLM(...)`` raises; no process was started."""
     outcome = forked.outcome(fault, f"{engine}, {plugin}")
     assert outcome.error is not None
     assert outcome.error.startswith("RuntimeError: " if fault == "package" else "HotfixError: ")
@@ -260,6 +259,9 @@ def test_what_is_not_imported_yet_stops_nothing(
     )
     assert loaded == "active"
     assert {*waiting} == {"ready"}
+    # The process that all are forked from, and the core, which says so whether it loads the plugin or not.
+    assert len(waiting) >= 1 + ENGINES[engine]
+    assert outcome.files == []
 
 
 @pytest.mark.parametrize("fault", [*EARLY, *LATE])
