@@ -24,7 +24,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -245,6 +245,7 @@ def _stage(folder: Path, stage: Stage, model: str) -> None:
         pid = os.fork()
         if pid == 0:
             _end(lambda name=name, one=one: _start(folder / name, one, model))
+        (folder / name / "pid").write_text(str(pid))
         os.waitpid(pid, 0)
         left = {"left": end_session(pid), "files": []}
         for file in folder.glob("vllm-hotfix-*/*"):
@@ -434,8 +435,12 @@ def starting(stages: Mapping[str, Stage], folder: Path, model: Path) -> Iterator
     try:
         yield starts
     finally:
-        starts.process.terminate()
+        with suppress(ProcessLookupError):
+            os.killpg(starts.process.pid, signal.SIGKILL)
         starts.process.wait()
+        for file in folder.glob("*/*/pid"):
+            if not (file.parent / "left").exists():
+                end_session(int(file.read_text()), patience=0)
 
 
 if __name__ == "__main__":
