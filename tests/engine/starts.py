@@ -289,7 +289,8 @@ def end_session(leader: int, patience: float = 3) -> list[int]:
     while found := _session(leader):
         if time.monotonic() > deadline:
             for pid in found:
-                os.kill(pid, signal.SIGKILL)
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             break
         time.sleep(0.05)
     return found
