@@ -1,8 +1,8 @@
 """What happened in this process, and the state file by which other processes can know it.
 
 A process that applied something writes ``NAMESPACE-PID.json`` into a folder of mode 0700 that belongs to the user:
-``vllm-hotfix-UID`` in ``VLLM_HOTFIX_STATE_DIR`` or else in the temporary folder. It is removed at exit; a reader
-drops what killed processes left.
+``vllm-hotfix-UID`` in ``VLLM_HOTFIX_STATE_DIR`` or else in the temporary folder. So does each process that
+``multiprocessing`` forks from it. The file is removed at exit; a reader drops what killed processes left.
 """
 
 from __future__ import annotations

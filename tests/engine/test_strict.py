@@ -151,6 +151,7 @@ def forked(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         # What stops a strict engine asks for STRICT when it would do so.
         begun["lenient"] = Start(fault in LATE, None, inject, lenient=True)
         stages[fault] = Stage(world.path[fault], ON | {STRICT: "1"}, begun)
+    stages["mistaken"] = Stage(world.path["sound"], {GATE: "maybe", STRICT: "1"}, {"mistaken": Start()})
     stages["stock"] = Stage(world.path["sound"], {}, {"stock": Start()})
     with starts.starting(stages, tmp_path_factory.mktemp("forked"), world.model) as begun:
         yield begun
@@ -219,6 +220,13 @@ def test_the_api_process_refuses(forked: Starts, fault: str, engine: str, plugin
     assert_said(outcome.error, EARLY[fault])
     assert outcome.left == []
     assert "EngineCore pid=" not in outcome.output
+
+
+def test_a_mistaken_gate_is_refused(forked: Starts) -> None:
+    """Whoever sets a gate to what is neither on nor off believes that it is on."""
+    outcome = forked.outcome("mistaken", "mistaken")
+    assert outcome.error is not None
+    assert outcome.error.startswith(f"HotfixError: vllm-hotfix: {STRICT} is set and {GATE}: 'maybe' is not one of ")
 
 
 @pytest.mark.parametrize(("engine", "plugin"), CASES)

@@ -453,7 +453,7 @@ if __name__ == "__main__":
     context = multiprocessing.get_context("fork")
     RECORD.entries["one"] = Entry("active", "")
     RECORD.save()
-    queue = context.Queue()
+    queue = context.SimpleQueue()
     one = context.Process(target=child, args=(queue, []))
     one.start()
     found = [queue.get(), queue.get()]
