@@ -126,8 +126,18 @@ def strict() -> bool:
     return os.environ.get("VLLM_HOTFIX_STRICT", "").strip().lower() in ("1", "true", "yes", "on")
 
 
+def settings() -> str:
+    """What the environment asks for, as ``NAME=VALUE`` with commas."""
+    others = ("VLLM_HOTFIX_STRICT", "VLLM_HOTFIX_STATE_DIR")
+    names = [name for name in os.environ if name.startswith("VLLM_HOTFIX_") or name in ALIASES]
+    return ", ".join(f"{name}={os.environ[name]}" for name in names if name not in others)
+
+
 def warn(message: str) -> None:
-    """Print one line on stderr: the last resort where nothing of the package is imported yet."""
+    """Print one line on stderr, once: the last resort where nothing of the package is imported yet."""
+    if message in WARNED:
+        return
+    WARNED.add(message)
     try:
         if sys.stderr is not None:  # print would take stdout
             print(f"vllm-hotfix: {message}", file=sys.stderr)
@@ -136,6 +146,7 @@ def warn(message: str) -> None:
 
 
 FINDER = Finder()
+WARNED: "set[str]" = set()
 
 
 def start() -> None:
@@ -143,7 +154,7 @@ def start() -> None:
     try:
         if asked():
             if "vllm" in sys.modules:
-                import vllm_hotfix  # noqa: F401  importing it activates
+                _activate()
             else:
                 wait_for_vllm()
     except Exception as error:
@@ -157,17 +168,41 @@ def wait_for_vllm() -> None:
     FINDER.install()
 
 
-def _activate(module: "Any") -> None:
-    import vllm_hotfix
+def _activate(module: "Any" = None) -> None:
+    try:
+        import vllm_hotfix
+    except Exception as error:
+        if strict():
+            check_at_start(plugin)
+        warn(f"not active in this process: {describe(error)}")
+    else:
+        vllm_hotfix.activate()
 
-    vllm_hotfix.activate()
+
+def check_at_start(check: "Callable[[], None]") -> None:
+    """Call back when an engine starts, also without the plugin; what that raises stops the engine."""
+
+    def on_plugins(module: "Any") -> None:
+        stock = module.load_general_plugins
+
+        def load_general_plugins() -> None:
+            stock()
+            check()
+
+        module.load_general_plugins = load_general_plugins
+
+    FINDER.after["vllm.plugins"] = on_plugins
+    FINDER.install()
+    if "vllm.plugins" in sys.modules:
+        call(on_plugins, "vllm.plugins", sys.modules["vllm.plugins"])
 
 
 def plugin() -> None:
     """Entry point of the group ``vllm.general_plugins``, called by vLLM in each of its processes.
 
     Raises:
-        vllm_hotfix.HotfixError: under ``VLLM_HOTFIX_STRICT=1``, when a patch that was asked for cannot be active.
+        RuntimeError: under ``VLLM_HOTFIX_STRICT=1``, when a patch that was asked for cannot be active; a
+            ``vllm_hotfix.HotfixError`` where the package can be imported.
     """
     if not asked():
         return
@@ -175,7 +210,8 @@ def plugin() -> None:
         import vllm_hotfix
     except Exception as error:
         if strict():
-            raise
+            words = f"VLLM_HOTFIX_STRICT is set, but not active: {settings()}; {describe(error)}"
+            raise RuntimeError(f"vllm-hotfix: {words}") from error
         warn(f"not active in this process: {describe(error)}")
     else:
         vllm_hotfix.activate()

@@ -61,25 +61,8 @@ def activate() -> None:
             _failure = words
             _vllm_hotfix.warn(f"not active in this process: {words}")
             if _vllm_hotfix.strict():
-                _check_at_start()
-
-
-def _check_at_start() -> None:
-    """Have an engine's start meet the failure, also without the plugin; without wrapt, which may be what failed."""
-
-    def check(module: Any) -> None:
-        stock = module.load_general_plugins
-
-        def load_general_plugins() -> None:
-            stock()
-            check_strict()
-
-        module.load_general_plugins = load_general_plugins
-
-    _vllm_hotfix.FINDER.after["vllm.plugins"] = check
-    _vllm_hotfix.FINDER.install()
-    if "vllm.plugins" in sys.modules:
-        _vllm_hotfix.call(check, "vllm.plugins", sys.modules["vllm.plugins"])
+                # Without wrapt, which may be what failed.
+                _vllm_hotfix.check_at_start(check_strict)
 
 
 def deactivate() -> None:
@@ -102,7 +85,7 @@ def check_strict() -> None:
             setting is wrong; its message has the name, the variable and the reason.
     """
     if _failure is not None and _vllm_hotfix.strict():
-        raise HotfixError(f"vllm-hotfix: {STRICT} is set and activation failed: {_failure}")
+        raise HotfixError(f"vllm-hotfix: {STRICT} is set, but not active: {_vllm_hotfix.settings()}; {_failure}")
     if _activation is not None:
         _activation.check_strict()
 

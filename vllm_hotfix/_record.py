@@ -1,8 +1,8 @@
 """What happened in this process, and the state file by which other processes can know it.
 
 A process that applied something writes ``NAMESPACE-PID.json`` into a folder of mode 0700 that belongs to the user:
-``vllm-hotfix-UID`` in ``VLLM_HOTFIX_STATE_DIR`` or else in the temporary folder. It is removed at exit; a reader
-drops what killed processes left.
+``vllm-hotfix-UID`` in ``VLLM_HOTFIX_STATE_DIR`` or else in the temporary folder. So does each process that
+``multiprocessing`` forks from it. The file is removed at exit; a reader drops what killed processes left.
 """
 
 from __future__ import annotations
@@ -92,6 +92,7 @@ class Record:
         self._warned: set[str] = set()
         self._lock = threading.Lock()
         self._written: tuple[int, Path] | None = None
+        self._follows = False
 
     def count(self, patch: str, counter: str, number: int = 1) -> None:
         """Add to a patch's counter."""
@@ -163,10 +164,19 @@ class Record:
             raise
         if self._written is None or self._written[0] != os.getpid():
             self._written = os.getpid(), path
-            atexit.register(self.remove)
-            # What multiprocessing has forked ends without atexit's functions, but runs these.
-            if util := sys.modules.get("multiprocessing.util"):
-                util.Finalize(None, self.remove, exitpriority=-100)
+            self._remove_at_exit()
+
+    def _remove_at_exit(self) -> None:
+        # vLLM has imported it long since; the status command does without.
+        from multiprocessing import util
+
+        atexit.register(self.remove)
+        # What multiprocessing has forked, as vLLM does its core and workers, ends without atexit, and it may never
+        # have a reason of its own to write.
+        util.Finalize(None, self.remove, exitpriority=-1)
+        if not self._follows:
+            self._follows = True
+            util.register_after_fork(self, Record.save)
 
     def remove(self) -> None:
         """Remove this process's state file; a failure is one warning, and it is tried again at exit."""
@@ -221,7 +231,8 @@ def own_folder(*, create: bool = False) -> Path:
 def live() -> Iterator[dict[str, Any] | str]:
     """Read the state files: a dict for each running process, a line of text for each file that is skipped.
 
-    Files of processes that are gone are removed.
+    A dict has what the process wrote, and its ``title``: what ``ps`` shows of it now, which is how vLLM tells its
+    processes apart. Files of processes that are gone are removed.
 
     Raises:
         OSError: the folder is there but cannot be used.
@@ -253,7 +264,7 @@ def live() -> Iterator[dict[str, Any] | str]:
             with suppress(OSError):
                 path.unlink()
         else:
-            yield state
+            yield state | {"title": _title(state["pid"]) or state["command"]}
 
 
 def _checked(state: Any) -> dict[str, Any]:
@@ -286,6 +297,15 @@ def _started(pid: int) -> int | None:
         return None if state == "Z" else int(fields[18])
     except (OSError, ValueError, IndexError):
         return None
+
+
+def _title(pid: int) -> str:
+    """The command line of a process, or the title that it has given itself; empty if that cannot be read."""
+    try:
+        text = Path(f"/proc/{pid}/cmdline").read_bytes().decode("utf-8", "replace")
+    except OSError:
+        return ""
+    return " ".join(text.replace("\0", " ").split())[:500]
 
 
 def _namespace() -> int:

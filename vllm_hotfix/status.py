@@ -259,7 +259,7 @@ def render_live(data: Mapping[str, Any]) -> list[str]:
     lines: list[str] = []
     for process in data["processes"]:
         age = max(0, time.time() - process["time"])
-        line = f"{process['pid']}  vLLM {process['vllm']}, {age:.0f} s ago: {_plain(process['command'])}"
+        line = f"{process['pid']}  vLLM {process['vllm']}, {age:.0f} s ago: {_plain(process['title'])}"
         lines.append(line if len(line) <= WIDTH else line[: WIDTH - 3] + "...")
         for name, patch in process["patches"].items():
             counters = " ".join(f"{key}={value}" for key, value in process["counters"].get(name, {}).items())

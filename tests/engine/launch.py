@@ -101,8 +101,6 @@ class Engine(Command):
         folder: Path,
         python: str | Path,
         gates: Mapping[str, str] | None = None,
-        *,
-        multiprocessing: bool = False,
     ) -> None:
         folder.mkdir()
         (folder / "plan.json").write_text(json.dumps(plan))
@@ -114,7 +112,7 @@ class Engine(Command):
             "OMP_NUM_THREADS": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "TMPDIR": str(folder),  # the package's state files too: each engine sees its own processes only
-            "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(multiprocessing)),
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_NO_USAGE_STATS": "1",
         }
         super().__init__([python, WORKER, folder / "plan.json", self.result_file], folder / "engine.log", env)

@@ -47,6 +47,7 @@ def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     meta_path[:] = finders  # that list: a test may have put another one in its place
     for awaited in (_vllm_hotfix.FINDER.before, _vllm_hotfix.FINDER.after, _vllm_hotfix.FINDER.waiting):
         awaited.clear()
+    _vllm_hotfix.WARNED.clear()
     for name in sys.modules.keys() - modules.keys():
         if not name.startswith(("vllm_hotfix", "_vllm_hotfix")):
             del sys.modules[name]

@@ -208,9 +208,12 @@ def fails(house: Any, *words: str, code: str = LOOK, **environ: str) -> None:
     last = done.stderr.strip().splitlines()[-1]
     assert "HotfixError" in last
     assert all(word in last for word in ("VLLM_HOTFIX_STRICT", *words)), last
+    assert any(variable in last for variable in ON | environ), last
     # vLLM is told to leave the plugin out: its start meets the fault all the same.
     done = house.run("-c", f"{code}\n{PLUGIN}", path=(house.bootstrap,), code=1, **strict, VLLM_PLUGINS="another")
-    assert "HotfixError" in done.stderr.strip().splitlines()[-1]
+    last = done.stderr.strip().splitlines()[-1]
+    assert "HotfixError" in last
+    assert any(variable in last for variable in ON | environ), last
 
 
 def test_wrapt_that_cannot_be_imported(own_house: Any) -> None:
@@ -283,11 +286,32 @@ def test_a_state_folder_that_cannot_be_written(house: Any) -> None:
 def test_a_package_that_is_half_gone(own_house: Any) -> None:
     """The start module is there, the package is not: one line, and neither an import nor the plugin fails."""
     (own_house.folder / "vllm_hotfix").rename(own_house.folder / "gone")
-    code = f"import _vllm_hotfix; _vllm_hotfix.start()\n{LOOK}\n{PLUGIN}"
-    done = own_house.run("-c", code, **ON)
-    assert done.stdout == STOCK
-    assert "vllm_hotfix" in done.stderr
-    assert "Traceback" not in done.stderr
+    for code in (f"{LOOK}\n{PLUGIN}", f"{PLUGIN}\n{LOOK}"):
+        done = own_house.run("-c", f"import _vllm_hotfix; _vllm_hotfix.start()\n{code}", **ON)
+        assert done.stdout == STOCK
+        assert (
+            done.stderr
+            == "vllm-hotfix: not active in this process: ModuleNotFoundError: No module named 'vllm_hotfix'\n"
+        )
+
+
+@pytest.mark.parametrize("damage", ["", "1 / 0\n"])
+def test_strict_where_the_package_cannot_be_imported(own_house: Any, damage: str) -> None:
+    """An engine's start is stopped with the variable and the reason, by the plugin or without it; an import is not."""
+    module = own_house.folder / "vllm_hotfix/_patch.py"
+    module.write_text(damage) if damage else module.unlink()
+    how = {**ON, "VLLM_HOTFIX_STRICT": "1"}
+    assert own_house.run("-c", LOOK, path=(own_house.bootstrap,), **how).stdout == STOCK
+    for path, plugins in (
+        (own_house.bootstrap, "another"),
+        (own_house.bootstrap, "vllm_hotfix"),
+        (own_house.folder, "vllm_hotfix"),
+    ):
+        allowed = {"VLLM_PLUGINS": plugins}
+        done = own_house.run("-c", f"{LOOK}\n{PLUGIN}", path=(path,), code=1, **how, **allowed)
+        last = done.stderr.strip().splitlines()[-1]
+        words = ("RuntimeError: vllm-hotfix: VLLM_HOTFIX_STRICT is set", "VLLM_HOTFIX_MARKS=1", "Error: ")
+        assert all(word in last for word in words), last
 
 
 def test_strict_stops_each_worker(own_house: Any) -> None:

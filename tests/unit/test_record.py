@@ -84,6 +84,7 @@ def test_a_process_is_listed_with_what_it_recorded(folder: Path) -> None:
     assert state["vllm"] == "0.20.2"
     assert before <= state["time"] <= time.time()
     assert Path(sys.executable).name in state["command"]
+    assert state["title"] == " ".join(Path("/proc/self/cmdline").read_text().replace("\0", " ").split())
     assert words() == []
 
 
@@ -432,6 +433,48 @@ def test_a_forked_child_writes_and_removes_its_own_file(real_house: Any, tmp_pat
     assert done.stderr == ""
 
 
+MULTIPROCESSING = """
+import json, multiprocessing, os
+from vllm_hotfix._record import RECORD, Entry, own_folder
+
+def pids():
+    return sorted(int(path.stem.rpartition("-")[2]) for path in own_folder().iterdir())
+
+def child(queue, deeper):
+    expected = sorted([os.getpid(), os.getppid(), *deeper])
+    queue.put(pids() == expected)
+    if not deeper:
+        grandchild = context.Process(target=child, args=(queue, [int(os.environ["FIRST"])]))
+        grandchild.start()
+        grandchild.join()
+
+if __name__ == "__main__":
+    os.environ["FIRST"] = str(os.getpid())
+    context = multiprocessing.get_context("fork")
+    RECORD.entries["one"] = Entry("active", "")
+    RECORD.save()
+    queue = context.SimpleQueue()
+    one = context.Process(target=child, args=(queue, []))
+    one.start()
+    found = [queue.get(), queue.get()]
+    one.join()
+    print(json.dumps([*found, pids() == [os.getpid()]]))
+"""
+
+
+def test_a_process_of_multiprocessing_is_listed_from_its_fork_to_its_end(real_house: Any, tmp_path: Path) -> None:
+    """Its file is there from the first, also a grandchild's, and gone when it has ended.
+
+    The engine core and the workers are forked so by vLLM, except on a CPU: such a process need never import a target,
+    and ends without what ``atexit`` knows.
+    """
+    done = real_house.run("-c", MULTIPROCESSING, TMPDIR=str(tmp_path))
+    assert json.loads(done.stdout) == [True, True, True]
+    (folder,) = tmp_path.glob("vllm-hotfix-*")
+    assert list(folder.iterdir()) == []
+    assert done.stderr == ""
+
+
 def test_a_killed_process_is_dropped_by_the_next_reader(real_house: Any, tmp_path: Path) -> None:
     """SIGKILL leaves the file; ``status --live`` lists nothing and removes it."""
     code = SCRIPT.partition("read, write")[0] + "os.kill(os.getpid(), 9)"
@@ -441,6 +484,25 @@ def test_a_killed_process_is_dropped_by_the_next_reader(real_house: Any, tmp_pat
     done = real_house.run("-m", "vllm_hotfix.status", "--live", TMPDIR=str(tmp_path))
     assert " ".join(done.stdout.split()).startswith(f"no running process has written to {folder}: ")
     assert list(folder.iterdir()) == []
+
+
+def test_a_process_is_shown_by_the_title_that_it_has_given_itself(real_house: Any, tmp_path: Path) -> None:
+    """One command starts vLLM's engine core and its workers: they set titles, which ``ps`` shows."""
+    code = SCRIPT.partition("folder = ")[0] + "os.execv('/bin/cat', ['VLLM::Worker_TP0'])"
+    environ = {"PYTHONPATH": str(real_house.folder), "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(
+        [real_house.bare, "-c", code], env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(b"!")
+        process.stdin.flush()
+        assert process.stdout.read(1) == b"!"  # it is cat by now
+        done = real_house.run("-m", "vllm_hotfix.status", "--live", "--json", TMPDIR=str(tmp_path))
+        process.stdin.close()
+    (found,) = json.loads(done.stdout)["processes"]
+    assert found["title"] == "VLLM::Worker_TP0"
+    assert found["command"].startswith(f"{real_house.bare} -c ")
 
 
 # Counters and warnings.

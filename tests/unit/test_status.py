@@ -424,9 +424,17 @@ def test_live_lists_running_processes(house: Any, tmp_path: Path) -> None:
     assert line.startswith("no running process has written to")
 
 
-def test_live_shows_any_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Bytes that are not text, terminal codes and tabs in a command line do no harm to the terminal or the table."""
-    monkeypatch.setattr(sys, "orig_argv", ["python", "a\udcffb", "\x1b[31mred\r\t\n"])
+@pytest.mark.parametrize("readable", [True, False])
+def test_live_shows_any_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], readable: bool
+) -> None:
+    """Bytes that are not text, terminal codes and tabs in a command line do no harm to the terminal or the table.
+
+    It is the one that ``ps`` shows, and where that cannot be read the one by which the process was started.
+    """
+    strange = "b\udcffb \x1b[31mred\r\t\n"
+    monkeypatch.setattr(sys, "orig_argv", ["started", strange])
+    monkeypatch.setattr(_record, "_title", lambda pid: f"now {strange}" if readable else "")
     _record.RECORD.entries["one"] = _record.Entry("active", "")
     _record.RECORD.save()
     assert status.main(["--live"]) == 0
@@ -435,6 +443,7 @@ def test_live_shows_any_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert shown.count("\n") == 2
     assert "\x1b" not in shown
     assert "\r" not in shown
+    assert f" s ago: {'now' if readable else 'started'} b" in shown
 
 
 @pytest.mark.parametrize("state", STATES)
