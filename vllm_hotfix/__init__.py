@@ -23,6 +23,8 @@ __all__ = ["HotfixError", "activate", "check_strict", "counters", "deactivate", 
 
 _activation: Activation | None = None
 _failure: str | None = None
+#: vLLM's module, and its own function and this package's in its place, where activation has failed under STRICT.
+_checked: tuple[Any, Any, Any] | None = None
 _lock = RLock()
 
 
@@ -68,6 +70,7 @@ def _check_at_start() -> None:
     """Have an engine's start meet the failure, also without the plugin; without wrapt, which may be what failed."""
 
     def check(module: Any) -> None:
+        global _checked
         stock = module.load_general_plugins
 
         def load_general_plugins() -> None:
@@ -75,6 +78,7 @@ def _check_at_start() -> None:
             check_strict()
 
         module.load_general_plugins = load_general_plugins
+        _checked = module, stock, load_general_plugins
 
     _vllm_hotfix.FINDER.after["vllm.plugins"] = check
     _vllm_hotfix.FINDER.install()
@@ -85,11 +89,19 @@ def _check_at_start() -> None:
 def deactivate() -> None:
     """Undo everything: every attribute and every rebound name is the original object again.
 
-    Where another library has wrapped a patched function since, the patch steps aside inside it.
+    Where another library has wrapped a patched function since, the patch steps aside inside it, and a warning names it.
     """
+    global _checked, _failure
     if _vllm_hotfix.FINDER in sys.meta_path:
         sys.meta_path.remove(_vllm_hotfix.FINDER)
     _vllm_hotfix.FINDER.before.clear()
+    _vllm_hotfix.FINDER.after.clear()
+    _failure = None
+    if _checked is not None:
+        module, stock, mine = _checked
+        _checked = None
+        if module.load_general_plugins is mine:
+            module.load_general_plugins = stock
     if _activation is not None:
         _activation.deactivate()
 

@@ -30,6 +30,7 @@ class Proxy(wrapt.FunctionWrapper):  # type: ignore[type-arg]
     """
 
     __bound_function_wrapper__ = _BoundProxy
+    _self_wrap: Any  # the Wrap that put it in place
 
     def __copy__(self) -> Any:
         return self

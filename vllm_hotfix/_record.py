@@ -152,7 +152,8 @@ class Record:
             atexit.register(self.remove)
 
     def remove(self) -> None:
-        """Remove this process's state file."""
+        """Remove this process's state file, and what would at exit."""
+        atexit.unregister(self.remove)
         if self._written is not None and self._written[0] == os.getpid():
             with suppress(OSError):
                 self._written[1].unlink()
