@@ -153,8 +153,8 @@ class Record:
 
     def remove(self) -> None:
         """Remove this process's state file, and what would at exit."""
-        atexit.unregister(self.remove)
         if self._written is not None and self._written[0] == os.getpid():
+            atexit.unregister(self.remove)
             with suppress(OSError):
                 self._written[1].unlink()
             self._written = None
