@@ -185,7 +185,7 @@ def _check_live(name: str, live: Any, source: Source) -> None:
         if not same_code(code, compiled(source, code.co_name)):
             why = "the file was changed since it was imported, or its compiled file in __pycache__ is of other code"
             raise Drift(f"{name} is not what its file says: {why}; remove that and start again")
-    elif not source.decorated:  # a decorator may well return code from elsewhere
+    else:
         raise Drift(f"{name} was replaced at run time by {code.co_name} of {code.co_filename}")
     for one in around if not source.decorated else ():
         # Others may wrap it; but if its own package does, and not by a decorator, the source does not say what runs.

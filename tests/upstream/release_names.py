@@ -23,7 +23,7 @@ import vllm.envs
 from frame import RELOAD
 from packaging.version import Version
 
-from vllm_hotfix import _upstream
+from vllm_hotfix import _hooks, _upstream
 from vllm_hotfix._catalog import CATALOG
 from vllm_hotfix._judge import Verdict, judge
 from vllm_hotfix._upstream import Lock, Source, Sources
@@ -85,10 +85,40 @@ def import_worker_modules() -> list[str]:
 
 @contextlib.contextmanager
 def parsed_once() -> Iterator[None]:
-    """Parse a text once for all tests: a patch has many files, most of them as they are."""
+    """Parse, fingerprint and compile a text once for all tests: a patch has many files, most of them as they are."""
+    marks: dict[tuple[str, tuple[str, ...]], str] = {}
+    real = _upstream._fingerprint
+
+    def fingerprint(text: str, tree: ast.Module, chain: list[Any]) -> str:
+        key = text, tuple(node.name for node in chain)
+        if key not in marks:
+            marks[key] = real(text, tree, chain)
+        return marks[key]
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_upstream, "_parse", lru_cache(64)(_upstream._parse))
+        patch.setattr(_upstream, "_compile", lru_cache(64)(_upstream._compile.__wrapped__))
+        patch.setattr(_upstream, "_fingerprint", fingerprint)
         yield
+
+
+class _VllmAlone:
+    """What the package sees of `sys`: only the modules of vLLM and of the tests, so that looking at all is quick."""
+
+    class modules:
+        """The modules in `sys.modules` that count."""
+
+        get = sys.modules.get
+
+        @staticmethod
+        def items() -> list[tuple[str, Any]]:
+            """Return what `dict.items` would."""
+            return [(key, one) for key, one in list(sys.modules.items()) if key.partition(".")[0] in ("vllm", "taken")]
+
+
+def look_at_vllm_alone() -> None:
+    """In a child that activates often: look for names that hold a function in vLLM's modules alone."""
+    vars(_hooks)["sys"] = _VllmAlone
 
 
 def judged(
