@@ -561,6 +561,8 @@ def test_what_runs_as_something_else_is_drift(tmp_path: Path) -> None:
     for name, change, states, wrapped, untouched, raised in results:
         assert untouched, (name, change)
         assert raised is None or change not in same, raised
+        if change.startswith("hidden _traced") and found(name).decorated:
+            continue  # cannot be told from what its decorator makes of it
         for state, reason in states.values():
             if change in same:
                 assert (state, wrapped) == ("active", True), (name, change, reason)
