@@ -280,7 +280,8 @@ def test_a_changed_name_leaves_every_object_stock(tmp_path: Path) -> None:
                 see({})
             os.environ["VLLM_HOTFIX_ENABLE"] = ",".join(patch.name for patch in of or NEEDED)
             vllm_hotfix.activate()
-            entries = {one: entry.live() for one, entry in RECORD.entries.items()}
+            needed = {patch.name for patch in NEEDED}  # one may require another that the release has no fault for
+            entries = {one: entry.live() for one, entry in RECORD.entries.items() if one in needed}
             wrapped = {wrap for entry in RECORD.entries.values() for wrap in entry.wraps}
             after = snapshot()
             places = {id(before[key]) for key in before if before[key] is not after.get(key)}
@@ -510,7 +511,7 @@ def chosen(at: int) -> list[Any]:
     def some(changes: list[Any], count: int) -> list[Any]:
         return [changes[(at * count + turn) % len(changes)] for turn in range(count)]
 
-    return [*some(SAME, 1), *some(CHANGED, 3), *some(HIDDEN, 3), stale]
+    return [*some(SAME, 1), *some(CHANGED, 2), *some(HIDDEN, 2), stale]
 
 
 def test_what_runs_as_something_else_is_drift(tmp_path: Path) -> None:
@@ -554,7 +555,7 @@ def test_what_runs_as_something_else_is_drift(tmp_path: Path) -> None:
         return result
 
     results = frame.forked(tmp_path, child).ok()
-    assert len(results) == 8 * len(UNIQUE)
+    assert len(results) == 6 * len(UNIQUE)
     assert {row[1] for row in results} == {change.__name__ for change in [*SAME, *CHANGED, *HIDDEN, stale]}
     same = {change.__name__ for change in SAME}
     always = {target.name for patch in CATALOG for target in patch.targets if target.always}
