@@ -179,6 +179,18 @@ def _activate(module: "Any" = None) -> None:
         vllm_hotfix.activate()
 
 
+#: What ``check_at_start`` has wrapped: the module, stock's function, the wrapper.
+CHECKED: "list[tuple[Any, Any, Any]]" = []
+
+
+def uncheck() -> None:
+    """Undo ``check_at_start``."""
+    while CHECKED:
+        module, stock, mine = CHECKED.pop()
+        if module.load_general_plugins is mine:
+            module.load_general_plugins = stock
+
+
 def check_at_start(check: "Callable[[], None]") -> None:
     """Call back when an engine starts, also without the plugin; what that raises stops the engine."""
 
@@ -190,6 +202,7 @@ def check_at_start(check: "Callable[[], None]") -> None:
             check()
 
         module.load_general_plugins = load_general_plugins
+        CHECKED.append((module, stock, load_general_plugins))
 
     FINDER.after["vllm.plugins"] = on_plugins
     FINDER.install()

@@ -68,11 +68,15 @@ def activate() -> None:
 def deactivate() -> None:
     """Undo everything: every attribute and every rebound name is the original object again.
 
-    Where another library has wrapped a patched function since, the patch steps aside inside it.
+    Where another library has wrapped a patched function since, the patch steps aside inside it, and a warning names it.
     """
+    global _failure
     if _vllm_hotfix.FINDER in sys.meta_path:
         sys.meta_path.remove(_vllm_hotfix.FINDER)
     _vllm_hotfix.FINDER.before.clear()
+    _vllm_hotfix.FINDER.after.clear()
+    _failure = None
+    _vllm_hotfix.uncheck()
     if _activation is not None:
         _activation.deactivate()
 

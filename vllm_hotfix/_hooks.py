@@ -38,7 +38,7 @@ from ._patch import (
 )
 from ._proxy import Proxy
 from ._record import RECORD, Entry, logger
-from ._upstream import VERSION, Lock, LockError, Source, Sources
+from ._upstream import VERSION, Lock, LockError, Source, Sources, compiled, package_of, same_code
 
 #: One activation, wrap or undo at a time. Reentrant: an import made while it is held may call back.
 LOCK = threading.RLock()
@@ -94,7 +94,7 @@ class Wrap:
         self.parent, self.attribute = _resolve(name)
         if self.attribute not in getattr(self.parent, "__dict__", ()):
             raise Drift(f"{name} is not there")
-        self.original = vars(self.parent)[self.attribute]
+        self.original = _living(vars(self.parent)[self.attribute])
         if source is not None:
             _check_live(name, self.original, source)
 
@@ -123,16 +123,24 @@ class Wrap:
     def undo(self) -> None:
         """Put the original back wherever the wrapper stands; where another library wrapped it, step aside inside."""
         self.enabled = False
-        original = self.original
-        while isinstance(original, Proxy) and not getattr(original._self_wrap, "enabled", True):
-            original = original._self_wrap.original  # of a patch that was undone before this one
+        original = _living(self.original)
         found = vars(self.parent).get(self.attribute)
         if found is self.proxy:
             setattr(self.parent, self.attribute, original)
-        elif not isinstance(found, Proxy) and _reaches(found, self.proxy):
-            logger.info("vllm-hotfix: %s was wrapped again by others; the patch steps aside inside", self.name)
+        else:
+            while type(found) is Proxy and found is not self.proxy:  # of another patch, which puts the original back
+                found = found.__wrapped__
+            if found is not self.proxy and _reaches(found, self.proxy):
+                logger.warning("vllm-hotfix: %s was wrapped again by others; the patch steps aside inside", self.name)
         if isinstance(self.parent, ModuleType):
             _rebind(self.proxy, original)
+
+
+def _living(found: Any) -> Any:
+    """What stands under proxies whose patch has stepped aside; another library may have put one back."""
+    while type(found) is Proxy and not getattr(found._self_wrap, "enabled", True):
+        found = found.__wrapped__
+    return found
 
 
 def _resolve(name: str) -> tuple[Any, str]:
@@ -146,10 +154,10 @@ def _resolve(name: str) -> tuple[Any, str]:
 
 
 def _reaches(found: Any, proxy: Any) -> bool:
-    """Whether a proxy stands under the wrappers of others, by what they hold: ``__wrapped__`` or a closure."""
+    """Whether a proxy stands under the wrappers of others, by what these hold or use."""
     waiting, seen = [found], set[int]()
     while waiting and len(seen) < 100:
-        one = waiting.pop()
+        one = waiting.pop(0)
         if one is proxy:
             return True
         if id(one) in seen or not isinstance(one, _WRAPPERS):  # others may do anything when asked for attributes
@@ -158,9 +166,17 @@ def _reaches(found: Any, proxy: Any) -> bool:
         # A method that was read from its class is a bound proxy, whose parent is the one that stands there.
         waiting.append(getattr(one, "_self_parent", None))
         waiting += [getattr(one, "__wrapped__", None), getattr(one, "__func__", None)]
+        if isinstance(one, functools.partial):
+            waiting += [one.func, *one.args, *one.keywords.values()]
         for cell in getattr(one, "__closure__", None) or ():
             with contextlib.suppress(ValueError):  # an empty cell
                 waiting.append(cell.cell_contents)
+        if type(one) is FunctionType:
+            waiting += [*(one.__defaults__ or ()), *(one.__kwdefaults__ or {}).values()]
+            # Globals by their names, not what these use in turn: that need not be a wrapper.
+            for value in map(one.__globals__.get, one.__code__.co_names):
+                if value is proxy or (isinstance(value, _WRAPPERS) and getattr(value, "_self_parent", None) is proxy):
+                    return True
     return False
 
 
@@ -168,14 +184,23 @@ def _check_live(name: str, live: Any, source: Source) -> None:
     """See that a live object is the function in the source file, under whatever wrappers others put around it."""
     if isinstance(live, (staticmethod, classmethod)):
         live = live.__func__
-    code = getattr(inspect.unwrap(live), "__code__", None)
+    around: list[Any] = []
+    inner = inspect.unwrap(live, stop=lambda one: around.append(one))
+    code = getattr(inner, "__code__", None)
     if code is None:
         raise Drift(f"{name} is not a function but {type(live).__name__}")
     if os.path.realpath(code.co_filename) == os.path.realpath(source.file):
         if code.co_firstlineno != source.first:
             raise Drift(f"{name} runs line {code.co_firstlineno} of its file, its source stands at {source.first}")
-    elif not source.decorated:  # a decorator may well return code from elsewhere
+        if not same_code(code, compiled(source, code.co_name)):
+            why = "the file was changed since it was imported, or its compiled file in __pycache__ is of other code"
+            raise Drift(f"{name} is not what its file says: {why}; remove that and start again")
+    else:
         raise Drift(f"{name} was replaced at run time by {code.co_name} of {code.co_filename}")
+    for one in around if not source.decorated else ():
+        # Others may wrap it; but if its own package does, and not by a decorator, the source does not say what runs.
+        if type(one) is FunctionType and package_of(str(one.__globals__.get("__name__"))) == package_of(name):
+            raise Drift(f"{name} is wrapped by {one.__code__.co_name} of {one.__code__.co_filename} on import")
 
 
 def _rebind(old: Any, new: Any, keep: tuple[str, ...] = ()) -> None:
@@ -282,6 +307,8 @@ class Activation:
     def _on_module(self, module: ModuleType) -> None:
         """Wrap what the enabled patches want of a module that is now imported (again)."""
         with LOCK:
+            if RECORD.undone:  # meanwhile
+                return
             try:
                 if module.__name__ == _ENVS:
                     self._announce(module)

@@ -92,6 +92,7 @@ class Record:
         self._warned: set[str] = set()
         self._lock = threading.Lock()
         self._written: tuple[int, Path] | None = None
+        self._at_end: Any = None
         self._follows = False
 
     def count(self, patch: str, counter: str, number: int = 1) -> None:
@@ -173,19 +174,22 @@ class Record:
         atexit.register(self.remove)
         # What multiprocessing has forked, as vLLM does its core and workers, ends without atexit, and it may never
         # have a reason of its own to write.
-        util.Finalize(None, self.remove, exitpriority=-1)
+        self._at_end = util.Finalize(None, self.remove, exitpriority=-1)
         if not self._follows:
             self._follows = True
             util.register_after_fork(self, Record.save)
 
     def remove(self) -> None:
-        """Remove this process's state file; a failure is one warning, and it is tried again at exit."""
+        """Remove this process's state file, and what would at exit; a failure is one warning, and it is tried there."""
         if self._written is None or self._written[0] != os.getpid():
             return
         path = self._written[1]
         try:
             path.unlink(missing_ok=True)
             self._written = None
+            atexit.unregister(self.remove)
+            if self._at_end is not None:
+                self._at_end.cancel()
         except Exception as error:
             self.warn(f"{path} cannot be removed: {describe(error)}")
 

@@ -2,12 +2,14 @@
 
 A fingerprint is the SHA-256 of a function's source text, dedented, without comments, docstrings, blank lines
 and trailing blanks. It hashes text, not ``ast.dump``, ``ast.unparse`` or tokens, so every Python gives the
-same one; decorators, the signature, indentation and the text of literals count.
+same one; decorators, the signature, indentation and the text of literals count. So do statements further down that
+put something else in the function's place.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import hashlib
 import importlib.util
 import io
@@ -18,8 +20,9 @@ import tokenize
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 from _vllm_hotfix import describe
@@ -28,9 +31,17 @@ ABSENT = "absent"  #: stands for a fingerprint where the module, or the function
 LOCK = "upstream.lock"
 VERSION = "_version.py"  #: vLLM's file that states its version
 _FORMAT = 1
+_LARGEST = 1 << 23  # bytes of a source file that are read at most, 20 times vLLM's largest
 _RELEASE = re.compile(r"\d+(\.\d+)+(\.post\d+)?")
 
 _Definition = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+#: What has names of its own.
+_Scope = (*_Definition, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+#: What a function does; not where it stands.
+_CODE = (
+    *("co_name", "co_flags", "co_code", "co_exceptiontable", "co_argcount", "co_posonlyargcount", "co_kwonlyargcount"),
+    *("co_names", "co_varnames", "co_freevars", "co_cellvars"),
+)
 
 
 class LockError(Exception):
@@ -41,7 +52,8 @@ class LockError(Exception):
 class Source:
     """A function's or class's place in a file: ``first`` and ``last`` line (from 1, decorators included).
 
-    ``decorated`` says whether a decorator may have put code of its own in the function's place.
+    ``decorated`` says whether a decorator may have put code of its own in the function's place. ``text`` is the SHA-256
+    of the whole file's text.
     """
 
     file: Path
@@ -49,6 +61,7 @@ class Source:
     last: int
     decorated: bool
     fingerprint: str
+    text: str
 
 
 class Sources:
@@ -130,12 +143,13 @@ class Sources:
         if file is None:
             return None
         text, tree = self._parse(file)
-        node = _find_node(tree, qualname.split("."))
-        if node is None:
+        chain = _find_nodes(tree, qualname.split("."))
+        if not chain:
             return None
+        node = chain[-1]
         first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-        assert node.end_lineno is not None
-        return Source(file, first, node.end_lineno, _replaced_by_decorators(node), _fingerprint(text, node))
+        mark, decorated = _fingerprint(text, tree, chain), _replaced_by_decorators(node)
+        return Source(file, first, node.end_lineno, decorated, mark, _sha256(text))
 
     def fingerprint(self, target: str) -> str:
         """The fingerprint of ``module:qualified.name``, or ``ABSENT``. Raises what :meth:`find` raises."""
@@ -144,8 +158,7 @@ class Sources:
 
     def _parse(self, file: Path) -> tuple[str, ast.Module]:
         if file not in self._files:
-            with tokenize.open(file) as stream:
-                text = stream.read()
+            text = _read(file)
             self._files[file] = text, _parse(text)
         return self._files[file]
 
@@ -161,25 +174,45 @@ def fingerprint(text: str, qualname: str) -> str:
     Raises:
         SyntaxError: the text is not this Python's code.
     """
-    node = _find_node(_parse(text), qualname.split("."))
-    return ABSENT if node is None else _fingerprint(text, node)
+    tree = _parse(text)
+    chain = _find_nodes(tree, qualname.split("."))
+    return _fingerprint(text, tree, chain) if chain else ABSENT
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _read(file: Path) -> str:
+    if file.stat().st_size > _LARGEST:  # parsing it could take all memory
+        raise ValueError(f"{file} is larger than a source file of any release")
+    with tokenize.open(file) as stream:
+        return stream.read()
 
 
 def _parse(text: str) -> ast.Module:
-    with warnings.catch_warnings():
-        # Of the code's own making, and said where it is compiled.
-        warnings.simplefilter("ignore", SyntaxWarning)
-        warnings.simplefilter("ignore", DeprecationWarning)
+    with _in_silence():
         return ast.parse(text)
 
 
-def _find_node(tree: ast.AST, path: list[str]) -> Any:
-    """The last definition of a dotted name: the one that counts when the module has run."""
-    found = None
-    for node in _definitions(tree):
-        if node.name == path[0]:
-            found = node
-    return _find_node(found, path[1:]) if found is not None and path[1:] else found
+@contextlib.contextmanager
+def _in_silence() -> Iterator[None]:
+    """Leave out warnings of the code's own making, which are said where it is imported."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)
+        warnings.simplefilter("ignore", DeprecationWarning)
+        yield
+
+
+def _find_nodes(tree: ast.Module, path: list[str]) -> list[Any]:
+    """The last definition of each part of a dotted name, which count when the module has run; empty if one lacks."""
+    chain: list[Any] = []
+    for name in path:
+        found = [node for node in _definitions(chain[-1] if chain else tree) if node.name == name]
+        if not found:
+            return []
+        chain.append(found[-1])
+    return chain
 
 
 def _definitions(scope: ast.AST) -> Iterator[Any]:
@@ -191,13 +224,82 @@ def _definitions(scope: ast.AST) -> Iterator[Any]:
             yield from _definitions(node)
 
 
+def _rebound(tree: ast.Module, chain: list[Any]) -> list[Any]:
+    """What a module says after a definition that puts something else in its place, or deletes it."""
+    path = [node.name for node in chain]
+    found = []
+    for at, scope in enumerate([tree, *chain[:-1]]):
+        # In a module, `A.f = g` and `A = g` are as good as `f = g` in its class.
+        ends = {".".join(path[at:end]): chain[end - 1].end_lineno for end in range(at + 1, len(path) + 1)}
+        found += [node for node in _of_scope(scope) if (end := ends.get(_bound(node))) and node.lineno > end]
+    return found
+
+
+def _of_scope(scope: ast.AST) -> Iterator[Any]:
+    for node in ast.iter_child_nodes(scope):
+        yield node
+        if not isinstance(node, _Scope):
+            yield from _of_scope(node)
+
+
+def _bound(node: Any) -> str:
+    """The name that a part of a statement binds or deletes, dotted for an attribute; empty if it binds none."""
+    if isinstance(node, (ast.Name, ast.Attribute)):
+        return "" if isinstance(node.ctx, ast.Load) else ast.unparse(node)
+    if isinstance(node, ast.alias):
+        return node.asname or node.name.partition(".")[0]
+    if isinstance(node, (ast.ExceptHandler, ast.MatchAs, ast.MatchStar)):
+        return node.name or ""
+    return (node.rest or "") if isinstance(node, ast.MatchMapping) else ""
+
+
+def compiled(source: Source, name: str) -> CodeType | None:
+    """What this Python compiles a function to; None if its file does not say any more what it said when it was read."""
+    waiting = [_compile(source.file, source.text)]
+    while waiting:
+        code = waiting.pop()
+        if code is not None and code.co_name == name and code.co_firstlineno == source.first:
+            return code
+        waiting += [one for one in code.co_consts if isinstance(one, CodeType)] if code is not None else []
+    return None
+
+
+@lru_cache(maxsize=1)  # a module's targets are asked for one after the other
+def _compile(file: Path, expected: str) -> CodeType | None:
+    text = _read(file)
+    with _in_silence():
+        # The whole module: what is imported there can make a difference to a function's code.
+        return compile(text, str(file), "exec", dont_inherit=True) if _sha256(text) == expected else None
+
+
+def same_code(one: Any, other: Any) -> bool:
+    """Whether two code objects, or constants of such, are the same; in whichever file and line they stand."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, CodeType):
+        alike = all(getattr(one, part, None) == getattr(other, part, None) for part in _CODE)
+        return alike and same_code(one.co_consts, other.co_consts)
+    if isinstance(one, tuple):
+        return len(one) == len(other) and all(map(same_code, one, other))
+    if isinstance(one, frozenset):
+        return sorted(map(repr, one)) == sorted(map(repr, other))
+    return repr(one) == repr(other)  # -0.0 is equal to 0.0
+
+
 def _replaced_by_decorators(node: Any) -> bool:
     """Whether a decorator may put code of its own in the function's place."""
     plain = ("staticmethod", "classmethod", "abstractmethod")
     return any(getattr(decorator, "id", None) not in plain for decorator in node.decorator_list)
 
 
-def _fingerprint(text: str, node: Any) -> str:
+def _fingerprint(text: str, tree: ast.Module, chain: list[Any]) -> str:
+    mark = _hash(text, chain[-1])
+    lines = text.split("\n")
+    rebound = ["\n".join(lines[node.lineno - 1 : node.end_lineno]) for node in _rebound(tree, chain)]
+    return _sha256("\n".join([mark, *rebound])) if rebound else mark
+
+
+def _hash(text: str, node: Any) -> str:
     # Lines as the parser counts them: form feeds and the like do not end one.
     lines = text.split("\n")
     first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
@@ -224,7 +326,7 @@ def _fingerprint(text: str, node: Any) -> str:
             line = line.rstrip()
         if line or row in inside:
             kept.append(line)
-    return hashlib.sha256("\n".join(kept).encode()).hexdigest()
+    return _sha256("\n".join(kept))
 
 
 def _characters(line: str, offset: int) -> str:

@@ -5,15 +5,19 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
+import itertools
 import logging
+import multiprocessing.util
 import os
 import pickle
+import py_compile
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from py_compile import PycInvalidationMode
 from textwrap import dedent
 from types import FunctionType, ModuleType
 from typing import Any
@@ -22,7 +26,7 @@ import pytest
 import wrapt
 
 import _vllm_hotfix
-from vllm_hotfix import HotfixError, _hooks
+from vllm_hotfix import HotfixError, _hooks, _record
 from vllm_hotfix._hooks import Activation, Drift, Wrap, state_of, when_ready
 from vllm_hotfix._patch import ACTIVE, DRIFTED, FAILED, OFF, READY, STALE_GRAPHS, UNSUPPORTED, Patch, Target, read_gates
 from vllm_hotfix._record import RECORD, live
@@ -328,6 +332,134 @@ def test_a_wrapper_of_others_on_top(sample: Any, source: Any, other: Any, name: 
     assert counted == ["other", "other"]
 
 
+def by_partial(module: Any, name: str, counted: list[str]) -> Any:
+    """Wrap by a partial object: it knows what it calls as ``func``, and is no function."""
+    return functools.partial(getattr(module, name))
+
+
+def by_partial_argument(module: Any, name: str, counted: list[str]) -> Any:
+    """Wrap by a partial object of a function that is given what it calls."""
+    return functools.partial(call_counted, counted, getattr(module, name))
+
+
+def call_counted(counted: list[str], below: Any, *args: Any) -> Any:
+    """Call what is given."""
+    counted.append("other")
+    return below(*args)
+
+
+def by_default(module: Any, name: str, counted: list[str]) -> Any:
+    """Wrap by a function that keeps what it calls as a default."""
+    found = getattr(module, name)
+
+    def other(*args: Any, below: Any = found) -> Any:
+        return below(*args)
+
+    return other
+
+
+def by_bare_closure(module: Any, name: str, counted: list[str]) -> Any:
+    """Wrap by a closure that says nothing of what it calls."""
+    below = getattr(module, name)
+    return lambda *args: below(*args)
+
+
+def by_global(module: Any, name: str, counted: list[str]) -> Any:
+    """Wrap as monkeypatches do: by a function that finds what it calls among its module's names."""
+    names: dict[str, Any] = {"below": getattr(module, name)}
+    exec("def other(*args):\n    return below(*args)", names)
+    return names["other"]
+
+
+@pytest.mark.parametrize("name", ["plain", "A.method", "A.static", "A.klass"])
+@pytest.mark.parametrize("other", [by_partial, by_partial_argument, by_default, by_bare_closure, by_global])
+def test_a_wrapper_that_does_not_say_what_it_wraps(
+    sample: Any, source: Any, other: Any, name: str, logged: Any
+) -> None:
+    """It is seen that calls reach the patch; undone, theirs stays, stock runs in it, and a warning names the place."""
+    stock = CALLS[name](sample)
+    wrap = Wrap(f"sample:{name}", mark, source(name))
+    owner, last = (sample.A, name[2:]) if "." in name else (sample, name)
+    theirs = other(owner, last, [])
+    if isinstance(theirs, functools.partial) and name == "A.method":
+        pytest.skip("a partial object is not bound to the instance, so it is no method")
+    setattr(owner, last, theirs if name in ("plain", "A.method") else staticmethod(theirs))
+    theirs = place(sample, name)
+    assert CALLS[name](sample) == [*stock, "patched"]
+    assert wrap.alive
+    wrap.undo()
+    assert place(sample, name) is theirs
+    assert CALLS[name](sample) == stock
+    (warning,) = logged()
+    assert warning == f"vllm-hotfix: sample:{name} was wrapped again by others; the patch steps aside inside"
+
+
+@NAMES
+@pytest.mark.parametrize("order", [*itertools.permutations("abc")], ids="".join)
+def test_wraps_of_one_function_are_undone_in_any_order(
+    sample: Any, source: Any, name: str, order: tuple[str, ...], load: Load, logged: Any
+) -> None:
+    """The stock object is back when the last is undone, here and where the name was taken; nobody is said to wrap."""
+    stock, taken = place(sample, name), load("taken", "from sample import plain")
+    bound = taken.plain
+    wraps = {key: Wrap(f"sample:{name}", mark, source(name)) for key in "abc"}
+    for undone, key in enumerate(order):
+        assert marks(CALLS[name](sample)) == 3 - undone
+        wraps[key].undo()
+    assert place(sample, name) is stock
+    assert taken.plain is bound
+    assert logged() == []
+
+
+@OTHERS
+@NAMES
+def test_when_others_unwrap_the_stock_function_is_left(sample: Any, source: Any, other: Any, name: str) -> None:
+    """What they put back is a wrapper that has stepped aside; the next one is put in its place, and undone to stock."""
+    stock, result = place(sample, name), CALLS[name](sample)
+    wrap = Wrap(f"sample:{name}", mark, source(name))
+    before = place(sample, name)
+    other(sample, name, [])
+    wrap.undo()
+    owner, last = (sample.A, name[2:]) if "." in name else (sample, name)
+    setattr(owner, last, before)
+    assert CALLS[name](sample) == result
+    again = Wrap(f"sample:{name}", mark, source(name))
+    assert CALLS[name](sample) == [*result, "patched"]
+    assert again.original is stock
+    again.undo()
+    assert place(sample, name) is stock
+
+
+@OTHERS
+@NAMES
+def test_wrapped_again_on_top_of_others(sample: Any, source: Any, other: Any, name: str) -> None:
+    """With the old wrapper aside within theirs, the new one is at work, once."""
+    wrap = Wrap(f"sample:{name}", mark, source(name))
+    other(sample, name, [])
+    theirs = place(sample, name)
+    wrap.undo()
+    again = Wrap(f"sample:{name}", mark, source(name))
+    assert again.alive
+    assert marks(CALLS[name](sample)) == 1
+    again.undo()
+    assert place(sample, name) is theirs
+
+
+def test_two_patches_around_a_wrapper_of_others(sample: Any, source: Any, logged: Any) -> None:
+    """One under theirs and one on top: each is undone by itself, and only the inner one steps aside."""
+    inner = Wrap("sample:plain", mark, source("plain"))
+    closure(sample, "plain", [])
+    theirs = sample.plain
+    outer = Wrap("sample:plain", mark, source("plain"))
+    inner.undo()
+    assert len(logged()) == 1
+    assert marks(sample.plain()) == 1
+    outer.undo()
+    assert sample.plain is theirs
+    assert marks(sample.plain()) == 0
+    assert len(logged()) == 1
+
+
 def test_a_replaced_function_is_not_alive(sample: Any) -> None:
     """Something else in its place, that does not call it: the wrapper is not at work."""
     wrap = Wrap("sample:plain", mark, None)
@@ -357,6 +489,98 @@ def test_another_function_of_the_same_file_is_drift(sample: Any, source: Any) ->
     sample.plain = sample.decorate
     with pytest.raises(Drift, match=r"sample:plain runs line \d+ of its file, its source stands at 4"):
         Wrap("sample:plain", mark, source("plain"))
+
+
+TRACED = """
+def traced(f):
+    @functools.wraps(f)
+    def inner(*args):
+        return f(*args)
+    return inner
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "other"),
+    [
+        ("globals()['plain'] = traced(plain)", ""),
+        ("import sample.other", "import sample\nsample.plain = sample.traced(sample.plain)"),
+        ("import sample.other", f"import functools, sample\n{TRACED}\nsample.plain = traced(sample.plain)"),
+    ],
+)
+def test_a_wrapper_of_the_functions_own_package_is_drift(
+    end: str, other: str, write: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Put on where no definition or assignment of the module says so: what runs is not what the source says."""
+    folder = write({"sample/__init__.py": f"{SAMPLE}{TRACED}{end}\n", "sample/other.py": other})
+    monkeypatch.syspath_prepend(folder)
+    sample = importlib.import_module("sample")
+    try:
+        source, theirs = Sources(folder).find("sample:plain"), sample.plain
+        assert source is not None
+        assert source.fingerprint == fingerprint(SAMPLE, "plain")
+        with pytest.raises(Drift, match=r"sample:plain is wrapped by inner of .*sample.*\.py on import"):
+            Wrap("sample:plain", mark, source)
+        assert sample.plain is theirs
+    finally:
+        del sys.modules["sample"]
+
+
+def imported_as(folder: Path, text: str, runs: str, mode: PycInvalidationMode) -> Any:
+    """Import a module whose compiled file is of other text than its file."""
+    file = folder / "stale.py"
+    file.write_text(runs)
+    py_compile.compile(str(file), invalidation_mode=mode)
+    times = file.stat()
+    file.write_text(text)
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    importlib.invalidate_caches()
+    return importlib.import_module("stale")
+
+
+@pytest.mark.parametrize("mode", [PycInvalidationMode.UNCHECKED_HASH, PycInvalidationMode.TIMESTAMP])
+@pytest.mark.parametrize(("known", "runs"), [("a + 1", "a - 1"), ("a + 1", "a + 2"), ("a.real", "a.imag"), ("a", "b")])
+def test_a_compiled_file_of_other_code_is_drift(
+    mode: PycInvalidationMode, known: str, runs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python runs what is in ``__pycache__`` if it is not to check it, or if size and time are the source's."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    text = "class A:\n    def f(self, a, b=3):\n        return {}\n"
+    stale = imported_as(tmp_path, text.format(known), text.format(runs), mode)
+    stock = stale.A.f
+    (tmp_path / "__init__.py").touch()
+    source = Sources(tmp_path.parent).find(f"{tmp_path.name}.stale:A.f")
+    with pytest.raises(Drift, match=r"stale:A\.f is not what its file says: .*__pycache__"):
+        Wrap("stale:A.f", mark, source)
+    assert stale.A.f is stock
+    del sys.modules["stale"]
+
+
+def test_a_file_that_changes_before_it_is_imported_is_drift(sample: Any, source: Any) -> None:
+    """Judged as it was, imported as it is: the code that runs is not the one that was judged."""
+    file = Path(sample.__file__)
+    judged = source("plain")
+    file.write_text(file.read_text().replace('return ["stock", a]', 'return ["other", a]'))
+    importlib.reload(sample)
+    with pytest.raises(Drift, match="is not what its file says: the file was changed"):
+        Wrap("sample:plain", mark, judged)
+    assert sample.plain(7) == ["other", 7]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_traced_function_is_the_known_one(sample: Any, source: Any, name: str) -> None:
+    """A debugger or a coverage tool at work, and code that has become hot, are no other code."""
+    for _ in range(300):
+        CALLS[name](sample)
+    sys.settrace(lambda *_: None)
+    try:
+        CALLS[name](sample)
+        wrap = Wrap(f"sample:{name}", mark, source(name))
+    finally:
+        sys.settrace(None)
+    assert marks(CALLS[name](sample)) == 1
+    wrap.undo()
 
 
 @pytest.mark.parametrize("name", ["number", "A"])
@@ -772,6 +996,66 @@ def test_what_cannot_be_undone_steps_aside(
     active.deactivate()
     assert vars(b.C)["g"] is before[1]
     assert state_of(ONE) == (OFF, "")
+
+
+@pytest.mark.parametrize("order", [("ONE", "TWO"), ("TWO", "ONE")])
+def test_two_patches_turned_on_one_after_the_other_are_undone(
+    order: tuple[str, str], vllm: Any, activation: Any, monkeypatch: pytest.MonkeyPatch, logged: Any
+) -> None:
+    """Whichever wrapped the function first, the stock function is back; the patches are no others to each other."""
+    b = vllm("b")
+    before = vars(b.C)["g"]
+    for name in order:
+        active = activation(**{f"VLLM_HOTFIX_{name}": "1"})
+    assert marks(b.C().g()) == 2
+    active.deactivate()
+    assert vars(b.C)["g"] is before
+    assert logged() == []
+
+
+def test_a_patch_that_fails_under_another_leaves_nothing(vllm: Any, activation: Any) -> None:
+    """Undone under the other one's wrapper, it is not what that one puts back."""
+    b = vllm("b")
+    before = vars(b.C)["g"]
+    active = activation(**ON)
+    activation(VLLM_HOTFIX_TWO="1")
+    active._fail([ONE], RuntimeError("injected"))
+    assert b.C().g() == ["stock", "patched"]
+    active.deactivate()
+    assert vars(b.C)["g"] is before
+
+
+def test_a_deactivation_leaves_nothing_for_the_exit(
+    vllm: Any, activation: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a state file nor a handler that would remove one, however often it is done."""
+    before = len(multiprocessing.util._finalizer_registry)
+    handlers: list[Any] = []
+    monkeypatch.setattr(_record.atexit, "register", handlers.append)
+    monkeypatch.setattr(_record.atexit, "unregister", handlers.remove)
+    vllm("b")
+    for _ in range(3):
+        active = activation(**ON)
+        assert handlers == [RECORD.remove]
+        assert len(list(live())) == 1
+        active.deactivate()
+        assert handlers == []
+        assert len(multiprocessing.util._finalizer_registry) == before
+        assert list(live()) == []
+
+
+def test_a_module_that_is_imported_after_deactivation_is_stock(vllm: Any, activation: Any, write: Any) -> None:
+    """Also one that was half imported when it came: vLLM's settings are not made known any more."""
+    write({"vllm/envs.py": dedent(FILES["vllm/envs.py"]) + "\nimport sys; sys.modules['between'].run()\n"})
+    between: Any = ModuleType("between")
+    between.run = lambda: activation(**ON).deactivate()
+    sys.modules["between"] = between
+    try:
+        envs = vllm("envs")
+    finally:
+        del sys.modules["between"]
+    assert list(envs.environment_variables) == ["VLLM_KNOWN"]
+    assert not hasattr(envs.compile_factors, "__wrapped__")
 
 
 def test_deactivation_brings_the_stock_objects_back(vllm: Any, activation: Any) -> None:

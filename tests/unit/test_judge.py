@@ -173,7 +173,7 @@ def test_an_absent_target_is_known_where_the_lock_says_so(sources: Any) -> None:
 def test_a_target_can_stand_in_for_another() -> None:
     """One that names another with ``unless`` is wrapped only in releases that lack that, and known in all."""
     either = patch(targets=(Target("vllm.m:g", "g"), Target("vllm.m:f", "f", unless="vllm.m:g")))
-    source = Source(Path("m.py"), 1, 2, False, "")
+    source = Source(Path("m.py"), 1, 2, False, "", "")
     for names, wanted in ((("f", "g"), ["vllm.m:g"]), (("f",), ["vllm.m:f"])):
         seen = tuple(Seen(f"vllm.m:{name}", "", True, source if name in names else None) for name in ("f", "g"))
         assert [target.name for target in Verdict(READY, "", seen).wanted(either)] == wanted

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from vllm_hotfix import _upstream
-from vllm_hotfix._upstream import ABSENT, Lock, LockError, Sources, fingerprint, package_of
+from vllm_hotfix._upstream import ABSENT, Lock, LockError, Sources, compiled, fingerprint, package_of, same_code
 
 BASE = '''\
 @decorator(1)
@@ -237,6 +237,158 @@ def test_an_encoding_that_is_declared_is_used(tmp_path: Path) -> None:
 def test_the_last_definition_wins(text: str) -> None:
     """As when the module has run, also under ``if``, ``try``, ``with``, loops and ``match``, and after overloads."""
     assert fingerprint(text, "f") == fingerprint("def f(): return 2", "f")
+
+
+DEFINED = "class A:\n    def f(self): return 1\ndef f(self): return 1\n"
+REBINDING = [
+    "f = g(f)",
+    "f: object = g",
+    "f += 1",
+    "a, (b, *f) = 1, (2, 3)",
+    "if (f := g): pass",
+    "del f",
+    "import f",
+    "import f.g",
+    "import g as f",
+    "from g import f",
+    "from g import h as f",
+    "if x:\n    f = g",
+    "try:\n    pass\nexcept ImportError:\n    f = g",
+    "try: pass\nexcept ImportError as f: pass",
+    "for f in x: pass",
+    "with x as f: pass",
+    "match x:\n    case f: pass",
+    "match x:\n    case [*f]: pass",
+    "match x:\n    case {**f}: pass",
+]
+
+
+@pytest.mark.parametrize("text", REBINDING)
+def test_what_takes_a_functions_place_counts(text: str) -> None:
+    """Whatever a module, or a class, binds a function's name to after its definition is what callers get."""
+    known = fingerprint(DEFINED, "f")
+    marks = {fingerprint(f"{DEFINED}{text}\n", "f"), fingerprint(f"{DEFINED}{text}  # x\n\n", "f")}
+    assert not {known, ABSENT} & marks
+    inside = "class A:\n    def f(self): return 1\n" + "".join(f"    {line}\n" for line in text.split("\n"))
+    assert fingerprint(inside, "A.f") not in (known, ABSENT)
+    assert fingerprint(DEFINED + text, "A.f") == fingerprint(DEFINED, "A.f") == known
+
+
+@pytest.mark.parametrize("text", ["A.f = g", "del A.f", "A = g(A)", "A.f, x = 1, 2", "if x:\n    A.f = g(A.f)"])
+def test_what_takes_a_methods_place_from_outside_counts(text: str) -> None:
+    """So does what a module says of a class's attribute, or of the class."""
+    known = fingerprint(DEFINED, "f")
+    assert fingerprint(f"{DEFINED}{text}\n", "A.f") not in (known, ABSENT)
+    assert fingerprint(f"{DEFINED}{text}\n", "f") == known
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x = f",
+        "f.x = 1",
+        "f[0] = 1",
+        "x.f = 1",
+        "A.f.x = 1",
+        "B.f = 1",
+        "x = [f for f in y]",
+        "x = {f: 1 for f in y}",
+        "x = lambda f: f",
+        "def g(f): f = 1",
+        "class B:\n    f = 1\n    A = 2",
+        "from g import f as h",
+        "import g.f",
+    ],
+)
+def test_what_leaves_a_function_in_its_place_does_not_count(text: str) -> None:
+    """Names of other scopes, and what is said of a function without putting another in its place."""
+    for name in ("f", "A.f"):
+        assert fingerprint(f"{DEFINED}{text}\n", name) == fingerprint(DEFINED, name)
+        assert fingerprint(f"{text}\n{DEFINED}", name) == fingerprint(DEFINED, name)
+
+
+@pytest.mark.parametrize("text", REBINDING)
+def test_what_a_definition_takes_the_place_of_does_not_count(text: str) -> None:
+    """The definition comes later, and is what callers get."""
+    assert fingerprint(f"{text}\n{DEFINED}", "f") == fingerprint(DEFINED, "f")
+
+
+CODE = """
+    from __future__ import annotations
+    import os
+    from os import path as where
+
+    class A(Base):
+        @plain
+        def f(self, a: Unknown = 1, *b, c=2, **d):
+            "Words."
+            self.__private = super().f(os.getpid(), where.join(a), (1, -0.0), "x" in {"x", "y", 1}, f"{a!r:>{c}}")
+            try:
+                return [lambda: a + x for x in b]
+            finally:
+                assert c
+
+    def f():
+        return os.getpid()
+"""
+
+
+def written(folder: Path, text: str) -> Sources:
+    """A package of one file."""
+    (folder / "__init__.py").write_text(dedent(text))
+    return Sources(folder.parent)
+
+
+def code_of(folder: Path, text: str, name: str) -> Any:
+    """The code of a function as the import of its module makes it."""
+    code = compile(dedent(text), str(folder / "elsewhere.py"), "exec", dont_inherit=True)
+    for part in name.split("."):
+        (code,) = (one for one in code.co_consts if isinstance(one, types.CodeType) and one.co_name == part)
+    return code
+
+
+@pytest.mark.parametrize("name", ["A.f", "f"])
+def test_a_function_is_compiled_as_its_import_does(name: str, tmp_path: Path) -> None:
+    """With its class, imports and ``__future__``; in which file and line does not count, every token does."""
+    source = written(tmp_path, CODE).find(f"{tmp_path.name}:{name}")
+    assert source is not None
+    code = compiled(source, "f")
+    assert same_code(code, code_of(tmp_path, CODE, name))
+    assert same_code(code, code_of(tmp_path, "\n# said\n" + dedent(CODE), name))
+    changes = [("getpid()", "getppid()"), ("f(", "g(")] if name == "f" else []
+    changes += [
+        *[
+            ("1, -0.0", "1, 0.0"),
+            ("1, -0.0", "1.0, -0.0"),
+            ("1, -0.0", "True, -0.0"),
+            ("1}", "2}"),
+            ("__private", "_p"),
+        ],
+        *[("a + x", "x + a"), ("a + x", "a - x"), ("finally:", "except:"), ("*b, ", ""), ("a: U", "a, /, e: U")],
+        *[(">{c}", "<{c}"), ("**d", "d"), ("assert c", "assert d"), ("where.join", "where.exists"), ("A(B", "B(B")],
+    ] * (name == "A.f")
+    for old, new in changes:
+        other = CODE.replace(old, new)
+        assert other != CODE
+        renamed = {"A.f": "B.f" if new == "B(B" else "A.f", "f": "g" if new == "g(" else "f"}[name]
+        assert not same_code(code, code_of(tmp_path, other, renamed)), new
+    assert not same_code(code, None)
+
+
+def test_a_file_that_has_changed_meanwhile_has_no_code(tmp_path: Path) -> None:
+    """What was read is not there any more to be compiled, wherever in the file the change is."""
+    source = written(tmp_path, CODE).find(f"{tmp_path.name}:f")
+    assert source is not None
+    written(tmp_path, CODE + "# more\n")
+    assert compiled(source, "f") is None
+
+
+def test_a_file_larger_than_any_source_is_not_read(tmp_path: Path) -> None:
+    """Fifty megabytes of code would take gigabytes to parse."""
+    with open(tmp_path / "__init__.py", "wb") as file:
+        file.truncate(50 << 20)
+    with pytest.raises(ValueError, match="larger than a source file"):
+        Sources(tmp_path.parent).find(f"{tmp_path.name}:f")
 
 
 @pytest.mark.parametrize("name", ["g", "f.x", "A", "A.f", "x"])

@@ -134,6 +134,7 @@ def forked(folder: Path, function: Callable[[], Any], **environ: str) -> Outcome
     pid = os.fork()
     if pid == 0:
         code = 1
+        gc.freeze()  # a collection would copy all this memory
         try:
             _enter(folder, environ)
             _leave(folder, function())

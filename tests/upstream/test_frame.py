@@ -9,17 +9,13 @@ import ast
 import importlib
 import io
 import json
-import keyword
 import logging
 import os
 import subprocess
 import sys
-import textwrap
 import tokenize
 from collections.abc import Callable, Iterator
-from functools import lru_cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import frame
@@ -28,60 +24,41 @@ import vllm
 import vllm.envs
 from frame import ALIAS, GATE, RELOAD, STRICT, Case, Outcome, Zygote
 from packaging.version import Version
+from release_names import (
+    FUNCTIONS,
+    NAMES,
+    NEEDED,
+    NVFP4,
+    PATCHES,
+    RELEASE,
+    SOURCE,
+    SOURCES,
+    TARGETS,
+    WRAPPED,
+    cut,
+    docstrings,
+    found,
+    holders,
+    import_worker_modules,
+    judged,
+    mutants,
+    parsed_once,
+    patches_of,
+    relative,
+    snapshot,
+)
 from vllm.model_executor.model_loader import base_loader
 from vllm.model_executor.model_loader.reload import layerwise
 
-from vllm_hotfix import _upstream
 from vllm_hotfix._catalog import CATALOG
-from vllm_hotfix._judge import Verdict, judge
+from vllm_hotfix._judge import judge
 from vllm_hotfix._patch import Patch
-from vllm_hotfix._upstream import ABSENT, Lock, LockError, Source, Sources, fingerprint, package_of
+from vllm_hotfix._upstream import ABSENT, Lock, LockError, Source, fingerprint, package_of
 
-RELEASE = os.environ["HOTFIX_RELEASE"]
-SOURCE = Path(vllm.__file__).parent
 HOME = frame.package_home()
 BOOTSTRAP = str(HOME / "vllm_hotfix/bootstrap")
-SOURCES = Sources(SOURCE.parent)
-#: The patches whose fault this release has; of the others nothing is wrapped.
-NEEDED = [patch for patch in CATALOG if patch.fixed_in is None or Version(RELEASE) < Version(patch.fixed_in)]
-NAMES = [name for name in dict.fromkeys(name for patch in NEEDED for name in patch.known_names) if SOURCES.find(name)]
-TARGETS = [
-    target.name
-    for patch in NEEDED
-    for target in patch.targets
-    if SOURCES.find(target.name) and not (target.unless and SOURCES.find(target.unless))
-]
-#: How often each function that some patch wraps is wrapped with every gate on.
-WRAPPED = {
-    target.name: TARGETS.count(target.name)
-    for patch in CATALOG
-    for target in patch.targets
-    if SOURCES.find(target.name)
-}
-#: The classes that have targets: module and name of each.
-CLASSES = {
-    (name.partition(":")[0], name.partition(":")[2].rpartition(".")[0])
-    for name in TARGETS
-    if "." in name.partition(":")[2]
-}
-FUNCTIONS = [target for target in dict.fromkeys(TARGETS) if "." not in target.partition(":")[2]]
-PATCHES = {patch.name: patch for patch in CATALOG}
-#: Takes the functions that prepare NVFP4 layers by name.
-NVFP4 = "vllm.model_executor.layers.fused_moe.oracle.nvfp4"
 ON = {GATE: "1"}
 ALL_ON = {"VLLM_HOTFIX_ENABLE": "all"}
-
-
-def found(name: str) -> Source:
-    """Return the place of a name that this release has."""
-    source = SOURCES.find(name)
-    assert source is not None
-    return source
-
-
-def relative(source: Source) -> str:
-    """Return a file's name within the vllm folder."""
-    return str(source.file.relative_to(SOURCE))
 
 
 # Processes.
@@ -152,98 +129,18 @@ def run_command(tmp_path_factory: pytest.TempPathFactory, zygote: Zygote) -> tup
 
 @pytest.fixture(scope="module", autouse=True)
 def worker_modules(run_command: Any) -> list[str]:
-    """Import what an engine's worker imports, by-name importers of targets among it, before any activation."""
-    modules = ["vllm.v1.worker.gpu_worker", "vllm.v1.worker.gpu_model_runner", "vllm.plugins"]
-    modules += [*frame.TARGET_MODULES, NVFP4]
-    if Version(RELEASE) >= Version("0.32"):
-        modules.append(f"{RELOAD}.inplace")
-    if Version(RELEASE) >= Version("0.33"):
-        modules.append("vllm.distributed.weight_transfer.sharded_rdt_engine")
-    frame.import_all(modules)
-    return modules
-
-
-# 4. Fingerprints: what can be said without importing anything.
+    """Import what an engine's worker imports, before any activation."""
+    return import_worker_modules()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def parse_once() -> Iterator[None]:
-    """Parse a text once for all tests: a patch has many files, most of them as they are."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_upstream, "_parse", lru_cache(64)(_upstream._parse))
+    """Parse a text once for all tests."""
+    with parsed_once():
         yield
 
 
-def judged(
-    folder: Path, changes: dict[str, str | None] | None = None, version: str | None = None, of: str = ""
-) -> dict[str, Verdict]:
-    """Judge every patch, or those of one name, on this release's files, some of them changed or (None) left out."""
-    patches = [patch for patch in CATALOG if of in ("", *patch.known_names)]
-    changes = dict(changes or {})
-    if version is not None:
-        changes["_version.py"] = f"__version__ = version = {version!r}\n"
-    sources = [SOURCES.find(name) for patch in patches for name in patch.known_names]
-    for name in {relative(source) for source in sources if source} | {"__init__.py", "_version.py"}:
-        text = changes.get(name, (SOURCE / name).read_text("utf-8"))
-        if text is not None:
-            path = folder / "vllm" / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, "utf-8")
-    return {patch.name: judge(patch, Sources(folder), Lock.load()) for patch in patches}
-
-
-def patches_of(name: str) -> set[str]:
-    """Return the patches, of those that this release needs, that wrap a name or rely on it."""
-    return {patch.name for patch in NEEDED if name in patch.known_names}
-
-
-def docstrings(text: str) -> list[ast.Expr]:
-    """Return the docstrings of a module's functions and classes."""
-    return [
-        node.body[0]
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
-        and isinstance(node.body[0], ast.Expr)
-        and isinstance(node.body[0].value, ast.Constant)
-    ]
-
-
-OPERATORS = {"==": "!=", "<": "<=", "<=": "<", ">=": ">", ">": ">=", "+": "-", "-": "+", "*": "+", "+=": "-="}
-WORDS = {"True": "False", "False": "True", "None": "True", "and": "or", "or": "and", "is": "=="}
-
-
-def mutants(source: Source) -> Iterator[str]:
-    """Yield the file's text with one token of a function or class changed, for each that code can be made of."""
-    text = source.file.read_text("utf-8")
-    lines = text.splitlines(keepends=True)
-    documented = {row for doc in docstrings(text) for row in range(doc.lineno, (doc.end_lineno or 0) + 1)}
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        row, start = token.start
-        if not source.first <= row <= source.last or row in documented or token.end[0] != row:
-            continue
-        old, new = token.string, None
-        if token.type == tokenize.NAME:
-            new = WORDS.get(old) if keyword.iskeyword(old) else f"{old}_"
-        elif token.type == tokenize.NUMBER:
-            new = f"1{old}"
-        elif token.type == tokenize.STRING and len(old) > 2:
-            new = old[:-1] + "x" + old[-1]
-        elif token.type == tokenize.OP:
-            new = OPERATORS.get(old)
-        if new is not None:
-            line = lines[row - 1]
-            changed = line[:start] + new + line[token.end[1] :]
-            around = [*lines[source.first - 1 : row - 1], changed, *lines[row : source.last]]
-            try:
-                ast.parse(textwrap.dedent("".join(around)))
-            except SyntaxError:  # `is not` has become `== not`
-                continue
-            yield "".join([*lines[: row - 1], changed, *lines[row:]])
-
-
-def cut(lines: list[str], source: Source) -> list[str]:
-    """Return a file's lines without a function or class."""
-    return [*lines[: source.first - 1], *lines[source.last :]]
+# 4. Fingerprints: what can be said without importing anything.
 
 
 def test_the_lock_knows_every_name_of_this_release(tmp_path: Path) -> None:
@@ -534,34 +431,6 @@ def test_status_says_that_a_version_is_strange(tmp_path: Path) -> None:
 
 
 # 2. vLLM imported before activation.
-
-
-def holders() -> dict[str, list[tuple[str, str]]]:
-    """Return, for each function that a patch wraps, the modules and names that hold the very same object."""
-    result: dict[str, list[tuple[str, str]]] = {}
-    for target in FUNCTIONS:
-        module, _, name = target.partition(":")
-        original = vars(sys.modules[module])[name]
-        result[target] = [
-            (key, bound)
-            for key, one in list(sys.modules.items())
-            if isinstance(one, ModuleType)
-            for bound, value in list(vars(one).items())
-            if value is original
-        ]
-    return result
-
-
-def snapshot() -> dict[tuple[str, str], Any]:
-    """Return every attribute of every module of vLLM and of the classes that have targets."""
-    objects: dict[str, Any] = {
-        key: module for key, module in sys.modules.items() if key.partition(".")[0] == "vllm" and module is not None
-    }
-    objects |= {name: vars(sys.modules[module])[name] for module, name in CLASSES}
-    objects["Worker"] = sys.modules["vllm.v1.worker.gpu_worker"].Worker
-    objects["environment_variables"] = vllm.envs
-    taken = {(key, name): value for key, owner in objects.items() for name, value in list(vars(owner).items())}
-    return taken | {("environment", name): value for name, value in vllm.envs.environment_variables.items()}
 
 
 def test_names_taken_before_activation_are_wrapped_and_given_back(worker_modules: list[str], tmp_path: Path) -> None:
