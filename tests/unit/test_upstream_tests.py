@@ -113,7 +113,7 @@ MANY = """\
 
 
     def test_stock_is_not_steady():
-        assert patched or turn != 2
+        assert not patched and turn != 2
 
 
     if not patched:
