@@ -34,7 +34,8 @@ ALIASES = ("VLLM_LAYERWISE_RELOAD_MEASURED_TOTALS", "VLLM_RELOAD_KEEP_MOE_KERNEL
 OFFLINE = dict.fromkeys(("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE", "VLLM_NO_USAGE_STATS"), "1")
 #: Beside vLLM's tests in its source tree, and not what is to be tested: that is installed.
 NOT_LINKED = ("vllm", "build", "dist")
-BAD = ("failed", "error", "crashed", "timed out", "not run", "not there")
+#: What a test can come to that is not well; with an error after, the test itself has passed.
+BAD = ("failed", "error", "error after", "crashed", "timed out", "not run", "not there")
 #: pytest's exit codes after which its reports are all there: passed, failed, interrupted by an error, no tests.
 WHOLE = (0, 1, 2, 5)
 FAULTS = ("drifted", "failed", "unsupported")
@@ -305,9 +306,9 @@ def _read(events: list[dict[str, Any]], run: Run, code: int | None, timeout: flo
         else:
             name, phase, outcome = event["test"], event["phase"], event["outcome"]
             running = name if phase == "start" else None if phase == "teardown" else running
-            if outcome == "failed" and phase != "call":
-                outcome = "error"
             before = run.results.get(name)
+            if outcome == "failed" and phase != "call":
+                outcome = "error after" if before is not None and before.outcome == "passed" else "error"
             told = outcome not in ("", "rerun") and (phase == "call" or outcome != "passed")
             if told and (before is None or before.outcome not in BAD):
                 run.results[name] = Result(outcome, event["text"])
@@ -527,7 +528,12 @@ def compare(options: argparse.Namespace) -> int:
             raise Refused(f"the tests are those of vLLM {release}, and {facts['vllm']} is installed")
         environ = environments(options.force or facts["cuda"])
         outcomes = list(run_all(tests, Runner(folder, options.timeout, environ), options.again))
-    if not any(r.outcome == "passed" for one in outcomes for run in one.runs[STOCK] for r in run.results.values()):
+    if not any(
+        r.outcome in ("passed", "error after")
+        for one in outcomes
+        for run in one.runs[STOCK]
+        for r in run.results.values()
+    ):
         reasons = [r.why for one in outcomes for run in one.runs[STOCK] for r in run.results.values()]
         raise Refused(f"stock passes none of these tests: {(reasons or ['there are none'])[0]}")
     patches = _patches(outcomes)

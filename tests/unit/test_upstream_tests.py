@@ -261,6 +261,7 @@ def test_what_it_tells_apart(bench: Bench) -> None:
     assert "ended by SIGSEGV" in report
     assert "AssertionError: assert ['stock', 'patched'] == ['stock']" in report
     assert "- patched: failed, passed, passed" in report
+    assert "- patched: error after, error after, error after" in report
     assert "| marks | 1 | active | calls=3 |" in report
 
 
