@@ -218,7 +218,7 @@ class Result:
         lines = [line.strip() for line in self.text.splitlines() if line.strip()]
         # What pytest marks with E is first the error, then what it has to say of it.
         chosen = next((one for one in reversed(errors) if re.match(r"[\w.]+(Error|Exception|Exit)\b", one)), None)
-        return (chosen or (errors or lines[-1:] or [""])[0])[:300]
+        return (chosen or (errors or lines[-1:] or [""])[0])[:160]
 
     @property
     def kind(self) -> tuple[str, str]:
