@@ -9,7 +9,7 @@ import inspect
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from types import FunctionType, MethodType, ModuleType
@@ -103,12 +103,22 @@ class Wrap:
 
         self.proxy = Proxy(self.original, run)
         self.proxy._self_wrap = self
+        #: What others have wrapped since modules of vLLM took it by name, and the wrapper for these. Names elsewhere
+        #: may be what the others call, under their wrapper: there it would run twice.
+        self.taken: tuple[Any, Proxy] | None = None
+        inner = inspect.unwrap(self.original) if isinstance(self.parent, ModuleType) else self.original
+        if inner is not self.original:
+            self.taken = inner, Proxy(inner, run)
+            self.taken[1]._self_wrap = self
         if book is not None:
             book[name] = self
         try:
             setattr(self.parent, self.attribute, self.proxy)
             if isinstance(self.parent, ModuleType):
                 _rebind(self.original, self.proxy, keep)
+                if self.taken is not None:
+                    package, others = package_of(name), (*keep, self.parent.__name__)
+                    _rebind(*self.taken, [key for key in sys.modules if package_of(key) != package or key in others])
         except BaseException:
             self.undo()
             raise
@@ -134,6 +144,8 @@ class Wrap:
                 logger.warning("vllm-hotfix: %s was wrapped again by others; the patch steps aside inside", self.name)
         if isinstance(self.parent, ModuleType):
             _rebind(self.proxy, original)
+            if self.taken is not None:
+                _rebind(*reversed(self.taken))
 
 
 def _living(found: Any) -> Any:
@@ -203,7 +215,7 @@ def _check_live(name: str, live: Any, source: Source) -> None:
             raise Drift(f"{name} is wrapped by {one.__code__.co_name} of {one.__code__.co_filename} on import")
 
 
-def _rebind(old: Any, new: Any, keep: tuple[str, ...] = ()) -> None:
+def _rebind(old: Any, new: Any, keep: Collection[str] = ()) -> None:
     """Change what other modules took by ``from ... import``."""
     for key, module in list(sys.modules.items()):
         if key in keep or not isinstance(module, ModuleType):
@@ -290,8 +302,8 @@ class Activation:
         lock = load_lock()
         if sources.package("vllm") is not None and parse_version(sources.version) is None:
             variables = dict.fromkeys(self.gates[patch.name].variable for patch in patches)
-            why = sources.errors.get(VERSION, "is not understood")
-            reason = f"vLLM's version {sources.version!r} {why}; its code alone decides"
+            why = sources.errors.get(VERSION, f"{sources.version!r} is not understood")
+            reason = f"vLLM's version {why}; its code alone decides"
             RECORD.problem(Problem(", ".join(variables), reason))
         for patch in patches:
             verdict = judge(patch, sources, lock)

@@ -68,8 +68,8 @@ def report(*, imported: bool = False) -> dict[str, Any]:
         problems.append(Problem("vllm-hotfix", str(error)))
     folder = sources.package("vllm")
     if folder is not None and parse_version(sources.version) is None:
-        why = sources.errors.get(VERSION, "is not understood")
-        problems.append(Problem("vLLM", f"its version {sources.version!r} {why}; its code alone decides"))
+        why = sources.errors.get(VERSION, f"{sources.version!r} is not understood")
+        problems.append(Problem("vLLM", f"its version {why}; its code alone decides"))
     if imported and folder is not None:
         problems += _import_targets(gates, sources)
     return {

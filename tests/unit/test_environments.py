@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -221,7 +222,7 @@ def test_a_vllm_without_sources_is_left_alone(own_house: Any) -> None:
     done = own_house.run("-c", RESULTS, path=(own_house.bootstrap,), **ON)
     assert json.loads(done.stdout) == [STOCK] * 3
     version, code = warnings(done)
-    assert "VLLM_HOTFIX_MARKS: vLLM's version None is not understood" in version
+    assert "VLLM_HOTFIX_MARKS: vLLM's version cannot be read (FileNotFoundError: " in version
     assert "vllm.steps:step (not there)" in code
 
 
@@ -669,7 +670,7 @@ ORDERS = {
 def test_wrappers_of_the_users_own_on_the_same_functions(house: Any, order: str) -> None:
     """Theirs and ours run once each, whoever is first; ours is active, and taken away it leaves theirs at work."""
     done = house.run("-c", THEIRS + ORDERS[order] + BOTH, path=(house.folder,), **ON)
-    assert done.stderr == ""
+    assert asides(done) == (["vllm.model:Model.load", "vllm.steps:step"] if "after" in order or "ways" in order else [])
     results, state, undone = json.loads(done.stdout)
     theirs = [mark for kind, marks in MARKS.items() if kind in order or order == "both ways" for mark in marks]
     assert state == "active"
@@ -677,11 +678,17 @@ def test_wrappers_of_the_users_own_on_the_same_functions(house: Any, order: str)
     # Names that others took are not theirs to change, and are ours: vllm.model has taken `step`.
     taken = ["stock"] if order.endswith("imported") else both
     assert undone == [both, both, taken]
-    if order == "hooked before, vLLM imported":
-        # What they hold under their wrapper may be what it calls: that is not ours to change.
-        assert results == [sorted([*both, "patched"])] * 2 + [taken]
-    else:
-        assert results == [sorted([*one, "patched"]) for one in undone]
+    assert results == [sorted([*one, "patched"]) for one in undone]
+
+
+def asides(done: Any) -> list[str]:
+    """Return what was wrapped again by others, as the package says it when it is undone; it says nothing else."""
+    found = [
+        re.fullmatch(r"vllm-hotfix: (\S+) was wrapped again by others; the patch steps aside inside", line)
+        for line in done.stderr.splitlines()
+    ]
+    assert all(found), done.stderr
+    return sorted(one[1] for one in found if one)
 
 
 @pytest.mark.parametrize("place", ["an earlier .pth", "a later .pth", "sitecustomize", "usercustomize"])
@@ -700,7 +707,7 @@ def test_hooks_of_the_users_own_from_the_start_of_the_interpreter(house: Any, tm
         config.write_text(config.read_text().replace("packages = false", "packages = true"))
     user = {"PYTHONUSERBASE": str(tmp_path / "user")}
     done = house.run("-c", f"import agent\n{BOTH}", python=home / "bin/python", path=(), **user, **ON)
-    assert done.stderr == ""
+    assert asides(done) == ([] if "earlier" in place else ["vllm.model:Model.load", "vllm.steps:step"])
     results, state, undone = json.loads(done.stdout)
     assert state == "active"
     assert undone == [sorted(["stock", "registered", "when_imported"])] * 3
