@@ -16,7 +16,7 @@ from nox.command import CommandFailed
 ROOT = Path(__file__).parent
 sys.path.insert(0, str(ROOT / "tests"))
 
-from releases import DEFAULT, RELEASES, STREAMERS, newer, sources, streamer  # noqa: E402
+from releases import DEFAULT, RELEASES, STREAMERS, WHOLE, newer, sources, streamer  # noqa: E402
 
 nox.needs_version = ">=2025.5.1"
 nox.options.sessions = ["lint", "unit", "upstream", "staging", "engine"]
@@ -74,7 +74,9 @@ def upstream(session: nox.Session) -> None:
         turn = RELEASES.index(version) if version in RELEASES else -1
         beside = os.environ.get("HOTFIX_STREAMER") or STREAMERS[turn % len(STREAMERS)]
         path = os.pathsep.join(map(str, (sources(version), streamer(beside))))
-        env = {"HOTFIX_RELEASE": version, "HOTFIX_STREAMER": beside, "PYTHONPATH": path}
+        # What is the package's own, and not a release's, is tested with some of them.
+        whole = str(int("all" in session.posargs or version not in DEFAULT or version in WHOLE))
+        env = {"HOTFIX_RELEASE": version, "HOTFIX_STREAMER": beside, "HOTFIX_WHOLE": whole, "PYTHONPATH": path}
         environments[f"vLLM {version}, Run:ai streamer {beside}"] = env
     _pytest_in_each(session, python, environments, arguments or ["tests/upstream"])
 

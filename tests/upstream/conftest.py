@@ -23,6 +23,8 @@ RELEASE = os.environ.get("HOTFIX_RELEASE")
 if RELEASE is None:
     collect_ignore_glob = ["test_*.py"]
 else:
+    if os.environ.get("HOTFIX_WHOLE") == "0":
+        collect_ignore = [f"test_{name}.py" for name in ("faults", "faults_at_work", "neighbours", "strangers", "undo")]
     sys.path.insert(0, str(Path(__file__).parent))
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     import devices
