@@ -217,7 +217,7 @@ def test_whatever_fails_at_work(
         calls = [call for call in seen.calls if call[0].startswith(SCENES[scene])]
         assert len(calls) > 3
         for call in calls:
-            for error in ERRORS:
+            for error in ERRORS if scene is plain else ("MemoryError", "KeyboardInterrupt"):
                 with subtests.test(call=call, error=error):
                     RECORD._warned.clear()
                     assert_as_good(one, expected, call, error)
