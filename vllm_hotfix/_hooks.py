@@ -103,22 +103,23 @@ class Wrap:
 
         self.proxy = Proxy(self.original, run)
         self.proxy._self_wrap = self
-        #: What others have wrapped since modules of vLLM took it by name, and the wrapper for these. Names elsewhere
-        #: may be what the others call, under their wrapper: there it would run twice.
-        self.taken: tuple[Any, Proxy] | None = None
-        inner = inspect.unwrap(self.original) if isinstance(self.parent, ModuleType) else self.original
-        if inner is not self.original:
-            self.taken = inner, Proxy(inner, run)
-            self.taken[1]._self_wrap = self
+        #: What stands under it, as modules of vLLM may have taken it by name before, each with the wrapper for these.
+        #: Names elsewhere may be what others call, under their wrapper: there it would run twice.
+        self.taken: list[tuple[Any, Proxy]] = []
+        for one in _beneath(self.original) if isinstance(self.parent, ModuleType) else ():
+            self.taken.append((one, Proxy(one, run)))
+            self.taken[-1][1]._self_wrap = self
         if book is not None:
             book[name] = self
         try:
             setattr(self.parent, self.attribute, self.proxy)
             if isinstance(self.parent, ModuleType):
                 _rebind(self.original, self.proxy, keep)
-                if self.taken is not None:
-                    package, others = package_of(name), (*keep, self.parent.__name__)
-                    _rebind(*self.taken, [key for key in sys.modules if package_of(key) != package or key in others])
+                if self.taken:
+                    package, loaded = package_of(name), list(sys.modules.items())  # a list: other threads import
+                    others = {*keep, self.parent.__name__, *(key for key, _ in loaded if package_of(key) != package)}
+                    for one, mine in self.taken:
+                        _rebind(one, mine, others)
         except BaseException:
             self.undo()
             raise
@@ -144,8 +145,8 @@ class Wrap:
                 logger.warning("vllm-hotfix: %s was wrapped again by others; the patch steps aside inside", self.name)
         if isinstance(self.parent, ModuleType):
             _rebind(self.proxy, original)
-            if self.taken is not None:
-                _rebind(*reversed(self.taken))
+            for one, mine in self.taken:
+                _rebind(mine, _living(one))
 
 
 def _living(found: Any) -> Any:
@@ -153,6 +154,20 @@ def _living(found: Any) -> Any:
     while type(found) is Proxy and not getattr(found._self_wrap, "enabled", True):
         found = found.__wrapped__
     return found
+
+
+def _beneath(found: Any) -> list[Any]:
+    """What stands under the wrappers around a function, and what patches below have put where that was taken."""
+    below: list[Any] = []
+    waiting = [found]
+    while waiting and len(below) < 100:
+        one = waiting.pop(0)
+        wrap = one._self_wrap if type(one) is Proxy else None
+        for inner in (getattr(one, "__wrapped__", None), *(mine for _, mine in (wrap.taken if wrap else ()))):
+            if inner is not None and all(inner is not other for other in below):
+                below.append(inner)
+                waiting.append(inner)
+    return below
 
 
 def _resolve(name: str) -> tuple[Any, str]:
@@ -172,7 +187,13 @@ def _reaches(found: Any, proxy: Any) -> bool:
         one = waiting.pop(0)
         if one is proxy:
             return True
-        if id(one) in seen or not isinstance(one, _WRAPPERS):  # others may do anything when asked for attributes
+        if id(one) in seen:
+            continue
+        if not isinstance(one, _WRAPPERS):
+            # Such as lru_cache's, by what functools leaves in them: others may do anything when asked for attributes.
+            with contextlib.suppress(Exception):
+                waiting.append(object.__getattribute__(one, "__dict__")["__wrapped__"])
+                seen.add(id(one))
             continue
         seen.add(id(one))
         # A method that was read from its class is a bound proxy, whose parent is the one that stands there.
@@ -235,9 +256,11 @@ class _Watched(ModuleSpec):
 
     @_initializing.setter
     def _initializing(self, value: bool) -> None:
-        if not value:
-            self.finish()  # before anyone may use the module
-        self.__dict__["_initializing"] = value
+        try:
+            if not value:
+                self.finish()  # before anyone may use the module
+        finally:  # also after an interrupt
+            self.__dict__["_initializing"] = value
 
     def finish(self) -> None:
         """Call back, once, if the import has not failed; the finder waits for the next one if it has."""
@@ -293,6 +316,9 @@ class Activation:
             except BaseException:  # an interrupt: the next activation begins anew
                 for patch in reversed(new):
                     self._undo(patch)
+                RECORD.save()
+                if not RECORD.entries:
+                    RECORD.remove()
                 raise
             RECORD.save()
 

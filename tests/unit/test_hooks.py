@@ -939,6 +939,96 @@ def test_two_wraps_of_one_function_are_undone_in_any_order(sample: Any, first: i
     assert sample.plain is sample.taken is stock
 
 
+@pytest.mark.parametrize("decorated", [False, True])
+@pytest.mark.parametrize("between", [False, True])
+def test_each_of_two_wraps_reaches_a_name_that_was_taken_before_others_wrapped(
+    load: Load, decorated: bool, between: bool
+) -> None:
+    """Each runs once there, as in the function's own place, also under stock's own decorator; undone, it is stock."""
+    text = "import functools\n\ndef by(f):\n    return functools.wraps(f)(lambda: f())\n\n"
+    load("house.own", text + "@by\n" * decorated + "def f():\n    return ['stock']\n")
+    taker = load("house.taker", "from house.own import f\n")
+    own = sys.modules["house.own"]
+    stock = own.f
+    lower = Wrap("house.own:f", mark, None) if between else None
+    held = own.f
+    own.f = theirs = functools.wraps(held)(lambda: held())
+    wraps = [lower or Wrap("house.own:f", mark, None), Wrap("house.own:f", mark, None)]
+    assert [marks(own.f()), marks(taker.f())] == [2, 2]
+    for wrap in wraps:
+        wrap.undo()
+    assert taker.f is stock
+    assert own.f is theirs
+    assert theirs() == ["stock"]
+
+
+def test_other_threads_may_import_while_a_function_is_wrapped(sample: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module that comes while the imported ones are listed is no matter."""
+    package_of = _hooks.package_of
+
+    def slow(name: str) -> str:
+        sys.modules.setdefault(f"came_beside_{name}", ModuleType("beside"))
+        return package_of(name)
+
+    stock = sample.plain
+    sample.plain = functools.wraps(stock)(lambda: stock())
+    monkeypatch.setattr(_hooks, "package_of", slow)
+    assert Wrap("sample:plain", mark, None).alive
+
+
+def test_a_wrapper_of_others_need_not_be_a_function(sample: Any) -> None:
+    """``lru_cache`` and a callable object that says what it wraps: the patch is at work beneath them."""
+
+    class Caller:
+        def __init__(self, function: Any) -> None:
+            functools.update_wrapper(self, function)
+
+        def __call__(self) -> Any:
+            return self.__wrapped__()  # type: ignore[attr-defined]
+
+    wrap = Wrap("sample:plain", mark, None)
+    sample.plain = Caller(functools.lru_cache(sample.plain))
+    assert marks(sample.plain()) == 1
+    assert wrap.alive
+
+
+def test_an_interrupt_leaves_no_state_file(
+    vllm: Any, activation: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A patch that was written down as at work and then taken back is not listed."""
+    vllm("a"), vllm("b")
+    rebind = _hooks._rebind
+
+    def interrupted(old: Any, new: Any, *others: Any) -> None:
+        monkeypatch.setattr(_hooks, "_rebind", rebind)
+        raise KeyboardInterrupt
+
+    RECORD.entries["other"] = _record.Entry()
+    RECORD.save()
+    del RECORD.entries["other"]
+    assert list(tmp_path.rglob("*.json"))
+    monkeypatch.setattr(_hooks, "_rebind", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        activation(**ON)
+    assert not list(tmp_path.rglob("*.json"))
+
+
+def test_after_an_interrupt_at_its_end_an_import_is_over(sample: Any) -> None:
+    """Ctrl-C in the callback of a module that was half imported: later callbacks do not wait for its end again."""
+
+    def interrupt(module: Any) -> None:
+        raise KeyboardInterrupt
+
+    spec = sample.__spec__
+    spec._initializing = True
+    when_ready("sample", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        spec._initializing = False
+    found: list[Any] = []
+    when_ready("sample", found.append)
+    assert found == [sample]
+
+
 def test_one_reason_is_one_warning(vllm: Any, activation: Any, logged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What keeps several patches from working is said once, with the name and variable of each."""
     monkeypatch.setattr(Lock, "load", classmethod(lambda cls: Lock("")))

@@ -28,6 +28,7 @@ from typing import Any
 
 import frame
 import pytest
+import release_names
 import vllm.envs
 from faults import ERRORS, interrupted, is_free
 from layers import Host, Layer, Piece, Probe, pieces
@@ -232,6 +233,9 @@ def process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, imported: None) -> 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(RECORD, "counters", {})
     monkeypatch.setattr(RECORD, "_warned", set())
+    monkeypatch.setattr(_vllm_hotfix, "WARNED", set())
+    monkeypatch.setattr(_hooks, "sys", _hooks.sys)
+    release_names.look_at_vllm_alone()
     monkeypatch.setattr(vllm_hotfix, "_failure", None)
     monkeypatch.setattr(vllm_hotfix, "_activation", None)
     yield Process(tmp_path)

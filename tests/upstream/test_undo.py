@@ -188,8 +188,9 @@ def mark_all(ran: list[str], mark: str = "") -> None:
     """Let every patch's wrappers only note that they were entered, by a mark or by the target's name."""
     import vllm_hotfix._hooks as hooks
 
-    def wrap_target(patch: Any, target: Any, verdict: Any) -> Any:
-        return hooks.Wrap(target.name, marked(ran, mark or target.name), verdict.source(target.name), target.keep)
+    def wrap_target(patch: Any, target: Any, entry: Any) -> None:
+        wrapper, source = marked(ran, mark or target.name), entry.verdict.source(target.name)
+        hooks.Wrap(target.name, wrapper, source, target.keep, entry.wraps)
 
     Activation._wrap_target = staticmethod(wrap_target)  # type: ignore[method-assign]
 
@@ -397,8 +398,8 @@ def test_undoing_amid_calls(tmp_path: Path) -> None:
             finally:
                 ran.append("ends")
 
-        def wrap_target(patch: Any, target: Any, verdict: Any) -> Any:
-            return hooks.Wrap(target.name, wrapper, verdict.source(target.name), target.keep)
+        def wrap_target(patch: Any, target: Any, entry: Any) -> None:
+            hooks.Wrap(target.name, wrapper, entry.verdict.source(target.name), target.keep, entry.wraps)
 
         Activation._wrap_target = staticmethod(wrap_target)  # type: ignore[method-assign]
         result = []
