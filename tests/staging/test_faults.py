@@ -26,7 +26,7 @@ from vllm_hotfix._record import RECORD, Entry
 STEPS: dict[str, tuple[Any, str, tuple[int, ...]]] = {
     "ask for the platform": (None, "is_cuda", (0, 1)),
     "open the device": (_cuda, "open_device", (0, 1)),
-    "ask for a file's size": (os.path, "getsize", (0, 1, 4)),
+    "ask for a file's size": (os.path, "getsize", (1, 4)),
     "make a block": (_staging, "Block", (0, 1, 2)),
     "map": (torch, "frombuffer", (0, 1, 2, 3)),
     "populate": (_staging, "populate", (0, 1, 2)),
